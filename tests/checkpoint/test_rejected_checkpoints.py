@@ -77,7 +77,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("arcee", {"hidden_act": "xielu"}, "hidden_act 'xielu'"),
     ("apertus", {"hidden_act": "mish"}, "hidden_act 'mish'"),
     ("apertus", {"rope_parameters": None}, "rope_scaling is missing"),
-    ("cwm", {"rope_parameters": None}, "rope_parameters is missing"),
+    ("cwm", {"rope_parameters": None}, "rope_scaling is missing"),
     ("nanochat", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
     ("helium", {"head_dim": 6}, "must equal hidden_size 48, got 36"),
     ("internlm3", {"qkv_bias": True}, "qkv_bias and bias differ"),

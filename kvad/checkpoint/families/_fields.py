@@ -246,6 +246,12 @@ def read_full_rope(fields: HFConfigReader, **changes: Any) -> cfg.RopeConfig:
     return position
 
 
+def require_scaling(fields: HFConfigReader, hint: str) -> None:
+    """Raise CheckpointError unless the file states its scaling; ``hint`` says what its absence means."""
+    if "rope_scaling" not in fields and "rope_parameters" not in fields:
+        raise fields.error("rope_scaling is missing", hint)
+
+
 def require_rope(position: object) -> cfg.RopeConfig:
     """Return ``position`` if it is rotary.  Raises CheckpointError if it is not."""
     if not isinstance(position, cfg.RopeConfig):

@@ -30,6 +30,7 @@ LAYER = {  # kvad -> Hugging Face
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
 }
+ATTENTION = {name: LAYER[name] for name in LAYER if not name.startswith("mlp.")}
 QK_NORM = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 TENSORS = {
     "embedding.tokens": "model.embed_tokens",
@@ -235,6 +236,17 @@ def window_layers(pattern: Callable[[HFConfigReader], str]) -> LayerTypes:
         return content
 
     return LayerTypes(read, write)
+
+
+def combined_layers(mixers: LayerTypes, mlps: LayerTypes, letters: Mapping[str, str]) -> LayerTypes:
+    """Build layers that differ in their mixer and in their MLP; ``letters``: those of both -> one letter."""
+
+    def read(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
+        (by_mixer, kinds), (by_mlp, places) = mixers.read(fields, layer), mlps.read(fields, layer)
+        types = {letters[m + p]: replace(by_mixer[m], mlp=by_mlp[p].mlp) for m in by_mixer for p in by_mlp}
+        return types, "".join(letters[m + p] for m, p in zip(kinds, places, strict=True))
+
+    return LayerTypes(read, lambda config: {**mlps.write(config), **mixers.write(config)})
 
 
 def write_layer_types(config: ModelConfig | cfg.StackConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
 _MLP = {part: f"{part}_proj" for part in ("gate", "up", "down")}
-_ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
+W123 = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's names
 _DROPOUT = hf.dropouts(attention="attention_dropout")
 _JOINED = TensorTransform(  # [experts, 2 hidden, in]: gate, then up
     lambda tensors, shapes: [part.contiguous() for part in tensors[0].chunk(2, dim=1)],
@@ -77,8 +77,22 @@ def shared_experts(name: str, *, required: bool = True) -> hf.HFField:
     return hf.HFField(read, lambda size, config: {name: (size or 0) // first_experts(config).intermediate_size})
 
 
+def stacked_rules(block: str, names: Mapping[str, str] = _MLP) -> base.LayerRules:
+    """Build the rules of experts that are stored one by one, as ``BLOCK.experts.0.NAME.weight``."""
+
+    def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+        mlp = config.stack.layer_config(int(kvad_prefix.rpartition(".")[2])).mlp
+        assert isinstance(mlp, cfg.MoEConfig)
+        for part, name in names.items():
+            experts = (f"{hf_prefix}.{block}.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
+            yield tensor_rule(f"{kvad_prefix}.mlp.{part}", tuple(experts), base.STACKED)
+
+    return rules
+
+
 def expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str = "") -> base.LayerRules:
     """Build the rules of dense layers and of experts that are stored one by one; the names are those in ``mlp``."""
+    matrices = stacked_rules("mlp")
 
     def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
         mlp = config.stack.layer_config(int(kvad_prefix.rpartition(".")[2])).mlp
@@ -94,9 +108,7 @@ def expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str =
             yield from prefix_rules(f"{kvad_mlp}.shared", f"{hf_mlp}.{shared}", _MLP)
         if mlp.shared_gate:
             yield tensor_rule(f"{kvad_mlp}.shared_gate", f"{hf_mlp}.{shared_gate}")
-        for part, name in _MLP.items():
-            experts = tuple(f"{hf_mlp}.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
-            yield tensor_rule(f"{kvad_mlp}.{part}", experts, base.STACKED)
+        yield from matrices(config, kvad_prefix, hf_prefix)
 
     return rules
 
@@ -166,7 +178,7 @@ _QWEN2_MOE = HFClass(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     {**base.SIZES, **_DROPOUT, "attention.position": hf.rope(), "attention.qkv_bias": hf.flag("qkv_bias", True)},
-    layer=_ATTENTION,
+    layer=base.ATTENTION,
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 16,
@@ -212,7 +224,7 @@ _GLM4_MOE = HFClass(
         "attention.qkv_bias": hf.flag("attention_bias"),
         "attention.qk_norm": hf.flag("use_qk_norm", values=("none", "head")),
     },
-    layer={**_ATTENTION, **base.QK_NORM},
+    layer={**base.ATTENTION, **base.QK_NORM},
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -243,7 +255,7 @@ _SOLAR_OPEN = _GLM4_MOE.variant(
         "attention.position": hf.rope(theta=1000000.0),
         "attention.qkv_bias": hf.flag("attention_bias"),
     },
-    layer=_ATTENTION,
+    layer=base.ATTENTION,
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -326,7 +338,7 @@ _ERNIE_MOE = HFClass(
         "mlp.bias": hf.flag("use_bias"),
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
-    layer=_ATTENTION,
+    layer=base.ATTENTION,
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,
@@ -381,14 +393,6 @@ def _write_phimoe_rope(position: object, config: ModelConfig) -> dict[str, Any]:
     return content
 
 
-def _phimoe_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-    mlp = config.stack.layer_config(0).mlp
-    assert isinstance(mlp, cfg.MoEConfig)
-    for part, name in {"gate": "w1", "down": "w2", "up": "w3"}.items():
-        experts = (f"{hf_prefix}.block_sparse_moe.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
-        yield tensor_rule(f"{kvad_prefix}.mlp.{part}", tuple(experts), base.STACKED)
-
-
 # Abdin et al. 2024, Phi-3.5-MoE.  LayerNorm, a bias of the head, two experts chosen by SparseMixer.
 _PHIMOE = HFClass(
     "phimoe",
@@ -405,7 +409,7 @@ _PHIMOE = HFClass(
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
         "mlp.sparsemixer_jitter": hf.number("router_jitter_noise", 0.01),
     },
-    layer={**_ATTENTION, "mlp.router": "block_sparse_moe.gate"},
+    layer={**base.ATTENTION, "mlp.router": "block_sparse_moe.gate"},
     mlp=cfg.MoEConfig,
     defaults={
         "max_position_embeddings": 131072,
@@ -413,7 +417,7 @@ _PHIMOE = HFClass(
         "num_local_experts": 16,
         "num_experts_per_tok": 2,
     },
-    layer_rules=_phimoe_rules,
+    layer_rules=stacked_rules("block_sparse_moe", W123),
     name_variants={"block_sparse_moe.gate.weight": "mlp.router.weight"},
 )
 
@@ -446,7 +450,7 @@ _GRANITE_MOE = HFClass(
         "mlp.num_experts": hf.integer("num_local_experts"),
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
     },
-    layer={**_ATTENTION, "mlp.router": "block_sparse_moe.router.layer"},
+    layer={**base.ATTENTION, "mlp.router": "block_sparse_moe.router.layer"},
     mlp=cfg.MoEConfig,
     defaults={"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
     layer_rules=_granite_rules,

@@ -13,7 +13,8 @@ from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransfo
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
-from kvad.checkpoint.families.experts import EXPERTS, ExpertPlaces, sparse_layers
+from kvad.checkpoint.families.experts import EXPERTS, W123, ExpertPlaces, sparse_layers, stacked_rules
+from kvad.checkpoint.families.gemma import HIDDEN_ACTIVATION
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
@@ -84,6 +85,7 @@ def _write_lfm2_layers(config: ModelConfig) -> dict[str, Any]:
     return {"layer_types": types, "conv_L_cache": conv.kernel_size, "conv_bias": conv.bias}
 
 
+_LFM2_LAYERS = LayerTypes(_read_lfm2_layers, _write_lfm2_layers)
 _lfm2_rules = _mixer_rules(
     "conv.conv",
     {
@@ -112,23 +114,18 @@ _LFM2 = HFClass(
         ),
     },
     layer={
-        "mlp.gate": "feed_forward.w1",
-        "mlp.up": "feed_forward.w3",
-        "mlp.down": "feed_forward.w2",
+        **{f"mlp.{part}": f"feed_forward.{name}" for part, name in W123.items()},
         "norm1": "operator_norm",
         "norm2": "ffn_norm",
     },
     tensors={**base.TENSORS, "stack.norm": "model.embedding_norm"},
     defaults={"max_position_embeddings": 128000, "num_key_value_heads": 8, "block_multiple_of": 256},
-    layer_types=LayerTypes(_read_lfm2_layers, _write_lfm2_layers),
+    layer_types=_LFM2_LAYERS,
     layer_rules=_lfm2_rules,
 )
 
 
 # ---------------------------------------------------------------- LFM2-MoE
-
-_LFM2_MLP = {"mlp.gate": "feed_forward.w1", "mlp.up": "feed_forward.w3", "mlp.down": "feed_forward.w2"}
-_WITH_EXPERTS = {"A": "E", "C": "F"}  # letters of layer types, dense and with experts
 
 
 def _read_lfm2_places(fields: HFConfigReader) -> Callable[[int], bool]:
@@ -149,30 +146,24 @@ _LFM2_EXPERTS = sparse_layers(
 )
 
 
-def _read_lfm2_moe_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-    (types, letters), (mlps, places) = _read_lfm2_layers(fields, layer), _LFM2_EXPERTS.read(fields, layer)
-    sparse = {other: replace(types[letter], mlp=mlps["E"].mlp) for letter, other in _WITH_EXPERTS.items()}
-    pairs = zip(letters, places, strict=True)
-    return {**types, **sparse}, "".join(_WITH_EXPERTS[letter] if place == "E" else letter for letter, place in pairs)
+_LFM2_MOE_LAYERS = base.combined_layers(_LFM2_LAYERS, _LFM2_EXPERTS, {"AD": "A", "CD": "C", "AE": "E", "CE": "F"})
 
 
 def _write_lfm2_moe_layers(config: ModelConfig) -> dict[str, Any]:
     if not any(isinstance(layer.mlp, cfg.MoEConfig) for layer in config.stack.layer_configs):
         raise CheckpointError("no layer has experts")
-    return {**_write_lfm2_layers(config), **_LFM2_EXPERTS.write(config)}
+    return _LFM2_MOE_LAYERS.write(config)
 
 
 def _lfm2_moe_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
     yield from _lfm2_rules(config, kvad_prefix, hf_prefix)
     mlp = config.stack.layer_config(int(kvad_prefix.rpartition(".")[2])).mlp
     if not isinstance(mlp, cfg.MoEConfig):
-        yield from prefix_rules(kvad_prefix, hf_prefix, _LFM2_MLP)
+        yield from prefix_rules(f"{kvad_prefix}.mlp", f"{hf_prefix}.feed_forward", W123)
         return
     yield tensor_rule(f"{kvad_prefix}.mlp.router", f"{hf_prefix}.feed_forward.gate")
     yield tensor_rule(f"{kvad_prefix}.mlp.selection_bias", f"{hf_prefix}.feed_forward.expert_bias")
-    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
-        experts = (f"{hf_prefix}.feed_forward.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
-        yield tensor_rule(f"{kvad_prefix}.mlp.{part}", tuple(experts), base.STACKED)
+    yield from stacked_rules("feed_forward", W123)(config, kvad_prefix, hf_prefix)
 
 
 # Liquid AI 2025.  LFM2 with experts behind its first layers, chosen by sigmoids and a bias that balances them.
@@ -189,7 +180,7 @@ _LFM2_MOE = _LFM2.variant(
         "num_experts_per_tok": 4,
         "num_dense_layers": 2,
     },
-    layer_types=LayerTypes(_read_lfm2_moe_layers, _write_lfm2_moe_layers),
+    layer_types=_LFM2_MOE_LAYERS._replace(write=_write_lfm2_moe_layers),
     layer_rules=_lfm2_moe_rules,
 )
 
@@ -238,10 +229,7 @@ _RECURRENT_GEMMA = HFClass(
         "mlp.intermediate_size": hf.HFField(
             lambda fields: fields.integer("intermediate_size") // 2, lambda size, _: {"intermediate_size": 2 * size}
         ),
-        "mlp.activation": hf.HFField(
-            lambda fields: fields.choice("hidden_activation", hf.ACTIVATIONS, "gelu_pytorch_tanh"),
-            lambda value, _: {"hidden_activation": "gelu_pytorch_tanh" if value == "gelu_tanh" else value},
-        ),
+        "mlp.activation": HIDDEN_ACTIVATION,
         "mlp.bias": True,
         "norm.unit_offset": True,
         "embedding.scale": hf.HFField(lambda fields: _embedding_scale(fields.integer("hidden_size"))),

@@ -6,7 +6,7 @@ keys and values since Llama 2 70B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from kvad import config as cfg
@@ -14,6 +14,7 @@ from kvad.checkpoint.conversion import HFConfigReader, TensorRule, tensor_rule
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, decoder_family
+from kvad.checkpoint.families.experts import EXPERTS, W123, stacked_rules
 from kvad.config import ModelConfig
 
 _DROPOUT = hf.dropouts(attention="attention_dropout")
@@ -95,25 +96,6 @@ _ERNIE = _LLAMA.variant(
 
 # ---------------------------------------------------------------- Mixtures of experts
 
-
-def _expert_rules(block: str, names: Mapping[str, str]) -> base.LayerRules:
-    """Build the rules of experts that are stored one by one, as ``BLOCK.experts.0.NAME.weight``."""
-
-    def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-        mlp = config.stack.layer_config(0).mlp
-        assert isinstance(mlp, cfg.MoEConfig)
-        for kvad_name, hf_name in names.items():
-            experts = (f"{hf_prefix}.{block}.experts.{expert}.{hf_name}.weight" for expert in range(mlp.num_experts))
-            yield tensor_rule(f"{kvad_prefix}.mlp.{kvad_name}", tuple(experts), base.STACKED)
-
-    return rules
-
-
-_ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
-_SWIGLU_EXPERTS = _expert_rules("mlp", {part: f"{part}_proj" for part in ("gate", "down", "up")})
-_NUM_EXPERTS = hf.integer("num_local_experts", "num_experts", write_as="num_experts")
-_RENORMALIZE = hf.flag("norm_topk_prob")
-
 # Jiang et al. 2024.  Mistral with a mixture of experts as MLP, two of eight for each token.  An expert is
 # w2(silu(w1 x) * w3 x), stored as separate tensors: transformers 5 joins them when it reads and splits them when it
 # writes.
@@ -128,7 +110,7 @@ _MIXTRAL = HFClass(
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
-    layer={**_ATTENTION, "mlp.router": "block_sparse_moe.gate"},
+    layer={**base.ATTENTION, "mlp.router": "block_sparse_moe.gate"},
     mlp=cfg.MoEConfig,
     defaults={
         "max_position_embeddings": 131072,
@@ -136,15 +118,11 @@ _MIXTRAL = HFClass(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    layer_rules=_expert_rules("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
+    layer_rules=stacked_rules("block_sparse_moe", W123),
     name_variants={  # of ``save_original_format=False``, here and in the other classes
         f"block_sparse_moe.{name}": f"mlp.{name}" for name in ("gate.weight", "e_score_correction_bias")
     },
 )
-
-
-def _check_olmoe(fields: HFConfigReader) -> None:
-    fields.require_one_of("clip_qkv", reason="This class clips after the norms of q and k.")
 
 
 # Muennighoff et al. 2024.  Llama with experts; normalizes all of q and all of k.
@@ -158,15 +136,15 @@ _OLMOE = HFClass(
         "attention.position": hf.rope(),
         **hf.biases("attention_bias"),
         "attention.qk_norm": "full",
-        "mlp.num_experts": _NUM_EXPERTS,
+        "mlp.num_experts": EXPERTS["num_experts"],
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
-        "mlp.renormalize": _RENORMALIZE,
+        "mlp.renormalize": EXPERTS["renormalize"],
     },
-    layer={**_ATTENTION, **base.QK_NORM, "mlp.router": "mlp.gate"},
+    layer={**base.ATTENTION, **base.QK_NORM, "mlp.router": "mlp.gate"},
     mlp=cfg.MoEConfig,
     defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
-    check=_check_olmoe,
-    layer_rules=_SWIGLU_EXPERTS,
+    check=lambda fields: fields.require_one_of("clip_qkv", reason="This class clips after the norms of q and k."),
+    layer_rules=stacked_rules("mlp"),
 )
 
 

@@ -122,27 +122,16 @@ _HYPERCLOVAX = HFClass(
 # ---------------------------------------------------------------- Layers with a window
 
 
-def _ministral_pattern(fields: HFConfigReader) -> str:
-    return base.window_pattern(fields, lambda index: "sliding_window" in fields)
-
-
 # Mistral AI 2024, Ministral 8B.  Mistral with a window in some layers.
 _MINISTRAL = HFClass(
     "ministral",
     "MinistralForCausalLM",
     _FIELDS,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    layer_types=base.window_layers(_ministral_pattern),
+    layer_types=base.window_layers(
+        lambda fields: base.window_pattern(fields, lambda index: "sliding_window" in fields)
+    ),
 )
-
-
-def _check_cwm(fields: HFConfigReader) -> None:
-    if "rope_scaling" not in fields and "rope_parameters" not in fields:
-        raise fields.error("rope_parameters is missing", "Null means llama3 scaling by 16 in transformers.")
-
-
-def _cwm_pattern(fields: HFConfigReader) -> str:
-    return base.window_pattern(fields, lambda index: index % 4 != 0)
 
 
 # Meta 2025, Code World Model.  Llama with a window in three layers of four, after a full one.
@@ -156,8 +145,8 @@ _CWM = HFClass(
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192},
-    check=_check_cwm,
-    layer_types=base.window_layers(_cwm_pattern),
+    check=lambda fields: hf.require_scaling(fields, "Null means llama3 scaling by 16 in transformers."),
+    layer_types=base.window_layers(lambda fields: base.window_pattern(fields, lambda index: index % 4 != 0)),
 )
 
 

@@ -124,10 +124,6 @@ _FALCON_NORMS = {
 }
 
 
-def _check_falcon(fields: HFConfigReader) -> None:
-    fields.require_one_of("apply_residual_connection_post_layernorm", False, reason="transformers' class ignores it.")
-
-
 def _read_falcon_kv_heads(fields: HFConfigReader) -> int:
     heads = fields.integer("num_attention_heads")
     if fields.flag("new_decoder_architecture"):
@@ -211,7 +207,9 @@ _FALCON = _BLOOM.variant(
     },
     layer={name: hf_name for name, hf_name in _LAYER.items() if not name.startswith("norm")},
     tensors={name: hf_name for name, hf_name in _TENSORS.items() if name != "embedding.norm"},
-    check=_check_falcon,
+    check=lambda fields: fields.require_one_of(
+        "apply_residual_connection_post_layernorm", False, reason="transformers' class ignores it."
+    ),
     layer_rules=_falcon_rules,
     ignored=(r".*rotary(_emb)?\.inv_freq", r".*maybe_rotary\.inv_freq"),
 )

@@ -64,11 +64,6 @@ _JAIS2 = _ARCEE.variant(
 # ---------------------------------------------------------------- Apertus
 
 
-def _check_apertus(fields: HFConfigReader) -> None:
-    if "rope_scaling" not in fields and "rope_parameters" not in fields:
-        raise fields.error("rope_scaling is missing", "Null means no scaling in transformers 4, llama3 in 5.")
-
-
 def _xielu_constants(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the constants of xIELU, which transformers stores in every layer."""
     mlp = config.stack.layer_config(0).mlp
@@ -100,7 +95,7 @@ _APERTUS = _ARCEE.variant(
         "mlp.alpha_n": "mlp.act_fn.alpha_n",
     },
     defaults={"max_position_embeddings": 65536},
-    check=_check_apertus,
+    check=lambda fields: hf.require_scaling(fields, "Null means no scaling in transformers 4, llama3 in 5."),
     ignored=(*_ARCEE.ignored, r".*act_fn\.(beta|eps)"),
 )
 

@@ -48,10 +48,6 @@ _DEFAULTS = {
 }
 
 
-def _check(fields: HFConfigReader) -> None:
-    fields.require_one_of("attn_output_gate", True, reason="Attention without a gate is not read.")
-
-
 def _read_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
     interval, num_layers = fields.integer("full_attention_interval"), fields.integer("num_hidden_layers")
     types = fields.get("layer_types")
@@ -69,6 +65,9 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
     types = ["linear_attention" if isinstance(each, cfg.GatedDeltaConfig) else "full_attention" for each in mixers]
     sizes = {} if mixer is None else {hf_name: getattr(mixer, name) for name, hf_name in _SIZES.items()}
     return {"layer_types": types, **sizes}
+
+
+_LAYERS = LayerTypes(_read_layers, _write_layers)
 
 
 def _mixer_rules(
@@ -105,19 +104,6 @@ def _fields(partial: float) -> hf.FieldTable:
 # ---------------------------------------------------------------- Qwen3-Next
 
 
-def _read_next_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-    mixers, letters = _read_layers(fields, layer)
-    mlps, places = experts.QWEN2_LAYERS.read(fields, layer)
-    types = {m + p: replace(mixers[m], mlp=mlps[p].mlp) for m in mixers for p in mlps}
-    names = dict(zip(types, "DESF", strict=True))  # with attention: dense, experts; linear: dense, experts
-    pattern = (names[m + p] for m, p in zip(letters, places, strict=True))
-    return {names[both]: layer for both, layer in types.items()}, "".join(pattern)
-
-
-def _write_next_layers(config: ModelConfig) -> dict[str, Any]:
-    return {**experts.QWEN2_LAYERS.write(config), **_write_layers(config)}
-
-
 def _grouped_projections(mixer: cfg.GatedDeltaConfig, kvad_name: str, hf_name: str) -> Iterator[TensorRule]:
     transform = conversion.grouped_transform(mixer.num_key_heads)
     for parts, name in ((("q", "k", "v", "gate"), "in_proj_qkvz"), (("beta", "decay"), "in_proj_ba")):
@@ -149,7 +135,7 @@ _QWEN3_NEXT = HFClass(
         "num_experts": 512,
         "norm_topk_prob": True,
     },
-    layer_types=LayerTypes(_read_next_layers, _write_next_layers),
+    layer_types=base.combined_layers(_LAYERS, experts.QWEN2_LAYERS, {"AD": "D", "AE": "E", "SD": "S", "SE": "F"}),
     layer_rules=_next_rules,
     constants={"pad_token_id": None, "decoder_sparse_step": 1},
     ignored=(r".*rotary_emb\.inv_freq", r"(.*\.)?mtp\..*"),  # layers that predict further tokens
@@ -173,8 +159,10 @@ _QWEN3_5 = HFClass(
     _fields(0.25),
     layer={**_NORMS, **{name: base.LAYER[name] for name in base.LAYER if name.startswith("mlp.")}},
     defaults={**_DEFAULTS, "num_key_value_heads": 4, "intermediate_size": 12288},
-    check=_check,
-    layer_types=LayerTypes(_read_layers, _write_layers),
+    check=lambda fields: fields.require_one_of(
+        "attn_output_gate", True, reason="Attention without a gate is not read."
+    ),
+    layer_types=_LAYERS,
     layer_rules=_mixer_rules(_separate_projections),
     ignored=_QWEN3_NEXT.ignored,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,37 +14,13 @@ from kvad.checkpoint.families import experts
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
 from kvad.config import ModelConfig
 
-_ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
-_NORMED = {**_ATTENTION, **base.QK_NORM}
+_NORMED = {**base.ATTENTION, **base.QK_NORM}
 _DROPOUT = hf.dropouts(attention="attention_dropout")
-_DENSE = {"G": "D", "L": "W"}  # layer types of full attention and of a window, with experts -> without
+_LETTERS = {"GE": "G", "LE": "L", "GD": "D", "LD": "W"}  # attention (full, window) and MLP (experts, dense)
 _FIELDS: hf.FieldTable = {**base.SIZES, **_DROPOUT, "attention.position": hf.rope(), "attention.qk_norm": "head"}
 
 
-def _mixed_layers(
-    read_windows: Callable[[HFConfigReader, cfg.LayerConfig], tuple[Mapping[str, cfg.LayerConfig], str]],
-    mlps: LayerTypes,
-    write: Callable[[ModelConfig], dict[str, Any]],
-) -> LayerTypes:
-    """Build layers that differ in their windows (G full, L window) and in their MLPs (D dense, E experts)."""
-
-    def read(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-        (windows, letters), (by_mlp, kinds) = read_windows(fields, layer), mlps.read(fields, layer)
-        types = {letter: replace(each, mlp=by_mlp["E"].mlp) for letter, each in windows.items()}
-        types |= {_DENSE[letter]: each for letter, each in windows.items()}
-        return types, "".join(
-            letter if kind == "E" else _DENSE[letter] for letter, kind in zip(letters, kinds, strict=True)
-        )
-
-    return LayerTypes(read, lambda config: {**mlps.write(config), **base.write_layer_types(config), **write(config)})
-
-
 # ---------------------------------------------------------------- Qwen3-MoE, Mellum
-
-
-def _check_qwen3(fields: HFConfigReader) -> None:
-    fields.require_one_of("use_sliding_window", False, reason="Windows are read for dense Qwen 3 models.")
-
 
 # Yang et al. 2025.  Qwen 3 with experts.
 _QWEN3_MOE = HFClass(
@@ -60,7 +36,9 @@ _QWEN3_MOE = HFClass(
         "num_experts": 128,
         "num_experts_per_tok": 8,
     },
-    check=_check_qwen3,
+    check=lambda fields: fields.require_one_of(
+        "use_sliding_window", False, reason="Windows are read for dense Qwen 3 models."
+    ),
     layer_types=experts.sparse_layers(experts.EXPERTS, experts.QWEN2_PLACES),
     layer_rules=experts.expert_rules("gate", "", ""),
     constants={"pad_token_id": None, "decoder_sparse_step": 1, "use_sliding_window": False},
@@ -79,12 +57,12 @@ def _read_mellum_windows(fields: HFConfigReader, layer: cfg.LayerConfig) -> tupl
     return {"G": layer, "L": window}, base.window_pattern(fields, lambda index: False)
 
 
-def _write_mellum_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_mellum_windows(config: ModelConfig) -> dict[str, Any]:
     ropes = {name: {"rope_type": "default", "rope_theta": theta} for name, theta in _MELLUM_THETAS.items()}
     for layer in config.stack.layer_configs:
         name = "full_attention" if layer.attention.window is None else "sliding_attention"
         ropes[name] = hf.rope_fields(layer.attention.position)["rope_parameters"]
-    return {"rope_parameters": ropes}
+    return {**base.write_layer_types(config), "rope_parameters": ropes}
 
 
 # JetBrains 2026, Mellum 2.  Qwen3-MoE with windows, whose rotation has another base.
@@ -105,8 +83,10 @@ _MELLUM = _QWEN3_MOE.variant(
         "first_k_dense_replace": 0,
     },
     check=None,
-    layer_types=_mixed_layers(
-        _read_mellum_windows, experts.sparse_layers(experts.EXPERTS, experts.MLP_TYPES), _write_mellum_rope
+    layer_types=base.combined_layers(
+        LayerTypes(_read_mellum_windows, _write_mellum_windows),
+        experts.sparse_layers(experts.EXPERTS, experts.MLP_TYPES),
+        _LETTERS,
     ),
     constants={"pad_token_id": None},
     ignored=(r".*rotary_emb\.inv_freq", r"mtp\..*"),  # layers that predict further tokens
@@ -164,8 +144,10 @@ _EXAONE_MOE = HFClass(
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    layer_types=_mixed_layers(
-        _read_exaone_windows, experts.sparse_layers(_EXAONE_EXPERTS, experts.MLP_TYPES), lambda config: {}
+    layer_types=base.combined_layers(
+        LayerTypes(_read_exaone_windows, base.write_layer_types),
+        experts.sparse_layers(_EXAONE_EXPERTS, experts.MLP_TYPES),
+        _LETTERS,
     ),
     layer_rules=experts.expert_rules("gate", "e_score_correction_bias", "shared_experts"),
     ignored=(r".*rotary_emb\.inv_freq", r"mtp.*"),

@@ -224,10 +224,6 @@ def _check_cohere(fields: HFConfigReader) -> None:
         raise fields.error("rope_theta is missing", "The default is 10000 in transformers 4, 500000 in 5.")
 
 
-def _check_cohere2(fields: HFConfigReader) -> None:
-    fields.require_one_of("use_qk_norm", False, reason="transformers' class ignores it.")
-
-
 def _read_cohere2_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
     layer_types = {"L": base.with_window(layer, fields), "G": base.with_attention(layer, position=None)}
     return layer_types, base.interval_pattern(fields)
@@ -260,7 +256,7 @@ _COHERE2 = _COHERE.variant(
     "Cohere2ForCausalLM",
     fields={name: _COHERE.fields[name] for name in _COHERE.fields if name != "attention.qk_norm"},
     defaults={"max_position_embeddings": 8192, "sliding_window": 4096, "sliding_window_pattern": 4},
-    check=_check_cohere2,
+    check=lambda fields: fields.require_one_of("use_qk_norm", False, reason="transformers' class ignores it."),
     layer_types=LayerTypes(_read_cohere2_layers, base.write_layer_types),
 )
 
@@ -276,8 +272,7 @@ def _choose_cohere(config: ModelConfig) -> str:
 
 def _check_gpt_oss(fields: HFConfigReader) -> None:
     fields.require_one_of("hidden_act", "silu", reason="transformers' class ignores it.")
-    if "rope_scaling" not in fields and "rope_parameters" not in fields:
-        raise fields.error("rope_scaling is missing", "Null means no scaling in transformers 4, YaRN in 5.")
+    hf.require_scaling(fields, "Null means no scaling in transformers 4, YaRN in 5.")
 
 
 def _split_gate_up(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -327,11 +322,7 @@ _GPT_OSS = HFClass(
         "mlp.swiglu_limit": hf.number("swiglu_limit"),
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
-    layer={
-        **{name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")},
-        "mlp.router": "mlp.router",
-        "attention.sink_logits": "self_attn.sinks",
-    },
+    layer={**base.ATTENTION, "mlp.router": "mlp.router", "attention.sink_logits": "self_attn.sinks"},
     mlp=cfg.MoEConfig,
     defaults={
         "max_position_embeddings": 131072,
