@@ -1170,7 +1170,11 @@ STORAGE_MUTATIONS = (
         "resumed-step-not-compared", "kvad/train/loop/run.py", "checkpoint.folder.check_all(newest)", "pass", T_DAMAGE
     ),
     Mutation(
-        "adapter-sizes-only", "kvad/checkpoint/adapter.py", '"size" if is_training else "sha256"', '"size"', T_DAMAGE
+        "adapter-sizes-only",
+        "kvad/checkpoint/folder.py",
+        '"size" if name.startswith(f"{TRAINING}/") else "sha256"',
+        '"size"',
+        T_DAMAGE,
     ),
     Mutation(
         "prepared-tokens-not-compared",
