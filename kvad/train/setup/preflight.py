@@ -180,14 +180,9 @@ def cleanup_on_error(out: Path, *, always: bool = False) -> Iterator[None]:
 
 def _check_not_a_file(out: Path) -> None:
     """Raise UsageError if a path cannot be a folder because it, or a parent, is a file."""
-    existing = _nearest_existing(out)
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UsageError(f"{existing} is a file, and --out needs a folder", "Choose another folder for --out.")
-
-
-def _nearest_existing(out: Path) -> Path:
-    """Return ``out`` or its nearest existing parent."""
-    return next(path for path in (out, *out.absolute().parents) if path.exists())
 
 
 def check_device(train: TrainConfig) -> None:
