@@ -454,7 +454,7 @@ class LLM:
 
     def __repr__(self) -> str:
         parameters, cache = sum(parameter.numel() for parameter in self.model.parameters()), self.engine.cache
-        dtype = str(self.model.token_embedding.dtype).removeprefix("torch.")
+        dtype = self.model.dtype_name
         size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
         room = f"{cache.max_num_seqs} sequences of {cache.max_seq_len} tokens"
         return f"LLM({self.name!r}, {self._kind}, {size} parameters in {dtype} on {self.engine.device}, {room})"

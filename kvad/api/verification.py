@@ -97,7 +97,7 @@ def verify(
     if own["against"] is not None:
         _check_hf_settings(own)
     network, handle, config = _load_served(model, own)
-    dtype = str(network.token_embedding.dtype).removeprefix("torch.")
+    dtype = network.dtype_name
     available = _available_memory(own["memory"], network)
     max_tokens, block_size = verify_lib.default_sizes(network.config, own["max_tokens"], own["block_size"])
     options = verify_lib.ScenarioOptions(

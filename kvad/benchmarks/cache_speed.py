@@ -127,7 +127,7 @@ def bench_cache(
         what="bench cache",
         machine=machine_info(),
         commit=commit_id(),
-        dtype=_dtype(llm),
+        dtype=llm.model.dtype_name,
         cache_dtype=llm.cache_config.format_name,
         layout=llm.cache_config.layout,
         parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
@@ -157,14 +157,10 @@ def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
 
 def _count(llm: LLM, prompt: int, mark: int) -> FlopCount:
     stored = bytes_per_number(llm.engine.kv_cache.groups)
-    element = config.DTYPE_BYTES[_dtype(llm)]
+    element = config.DTYPE_BYTES[llm.model.dtype_name]
     cached, fresh = config.flops.generation_cost(llm.model.config, prompt, mark, element=element, stored=stored)
     gain = config.flops.Gain(fresh.attention / cached.attention, fresh.projections / cached.projections)
     return FlopCount(mark, cached, fresh, gain, config.flops.closed_form_flops(mark))
-
-
-def _dtype(llm: LLM) -> str:
-    return str(llm.model.token_embedding.dtype).removeprefix("torch.")
 
 
 class _Bench:

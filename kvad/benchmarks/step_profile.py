@@ -110,7 +110,7 @@ def bench_profile(
         machine=machine_info(),
         commit=commit_id(),
         kernels=f"PyTorch: {reason}" if program is None else program.variant,
-        dtype=str(llm.model.token_embedding.dtype).removeprefix("torch."),
+        dtype=llm.model.dtype_name,
         cache_dtype=llm.cache_config.format_name,
         parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
         num_seqs=num_seqs,

@@ -100,7 +100,7 @@ class Engine:
         sizing.check_policy(model.config, cache, deterministic=config.deterministic)
         _fuse_projections(model)
         self.adapters = model_lib.lora.AdapterSet(model, {name: x.factors for name, x in config.adapters.items()})
-        computed = str(model.token_embedding.dtype).removeprefix("torch.")
+        computed = model.dtype_name
         groups = build_groups(attention_specs(model.config), cache, computed)
         summarizer = config.summarizer
         if summarizer is not None:
@@ -218,7 +218,7 @@ class Engine:
         vocab_size = self.model.config.vocab_size
         return DraftModel(
             model,
-            sizing.draft_cache(model.config, self.cache, str(model.token_embedding.dtype).removeprefix("torch.")),
+            sizing.draft_cache(model.config, self.cache, model.dtype_name),
             num_drafts=num_drafts,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             num_tokens=vocab_size if self._num_tokens is None else min(self._num_tokens, vocab_size),
@@ -586,7 +586,7 @@ class Engine:
             )
         if self._weights_fingerprint is None:
             self._weights_fingerprint = model_lib.fingerprint.weights_fingerprint(self.model)
-        cache, computed = self.cache, str(self.model.token_embedding.dtype).removeprefix("torch.")
+        cache, computed = self.cache, self.model.dtype_name
         if self.config.deterministic:
             computed += " deterministic"
         if self.model.activation_bits is not None:

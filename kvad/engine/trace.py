@@ -138,7 +138,7 @@ def _cached(model: Transformer, tokens: Sequence[int], recorder: _Recorder) -> T
         max_num_seqs=1,
         max_seq_len=len(tokens),
         prefill_chunk_size=len(tokens),
-        dtype=str(model.token_embedding.dtype).removeprefix("torch."),
+        dtype=model.dtype_name,
         enable_prefix_caching=False,
     )
     groups = build_groups(attention_specs(model.config), config, config.dtype)

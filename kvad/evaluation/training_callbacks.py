@@ -48,7 +48,7 @@ class _ModelCallback(Callback):
         model, config = self._copy(), self.subject.model.config
         source = 0 if config.encoder_input is None else config.encoder_input.max_seq_len
         capacity = min(config.max_seq_len, capacity)
-        cache = CacheConfig(max_num_seqs=rows, max_seq_len=capacity, dtype=_dtype(model), max_source_len=source)
+        cache = CacheConfig(max_num_seqs=rows, max_seq_len=capacity, dtype=model.dtype_name, max_source_len=source)
         return LLM(model, self.subject.tokenizer, cache, generation=self.subject.generation)
 
     def _measured(self, step: int, what: str, values: dict[str, float | str], words: str) -> None:
@@ -111,7 +111,7 @@ def _compare_cached(
     cache = CacheConfig(
         max_num_seqs=len(rows),
         max_seq_len=max(row.limit for row in rows),
-        dtype=_dtype(model),
+        dtype=model.dtype_name,
         prefill_chunk_size=1,
         enable_prefix_caching=False,
         max_source_len=max(len(row.source or ()) for row in rows),
@@ -128,10 +128,6 @@ def _compare_cached(
         reference.scale,
         reference.tolerance,
     )
-
-
-def _dtype(model: Transformer) -> str:
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 class SamplePrompts(_ModelCallback):

@@ -136,14 +136,9 @@ class _EngineChecks(NamedTuple):
     outline: checkpoint.loader.ModelOutline
     options: KernelOptions
 
-    @property
-    def dtype(self) -> str:
-        """Dtype of the computation on a CPU."""
-        return _dtype_name(self.outline.model.token_embedding.dtype)
-
     def cache(self) -> CacheConfig:
         """Return the cache; raise ConfigError if it is invalid."""
-        return engine_lib.options.resolve_cache(self.handle.config, self.dtype, self.options.cache)
+        return engine_lib.options.resolve_cache(self.handle.config, self.outline.model.dtype_name, self.options.cache)
 
     def support(self, adapters: Mapping[str, Mapping[str, model_lib.lora.LoraFactors]]) -> execution.KernelSupport:
         """Return what the native kernels would compute."""
@@ -166,9 +161,9 @@ class _EngineChecks(NamedTuple):
         """Describe what an adapter that requests choose changes; CheckpointError if the model cannot serve it."""
         adapters = engine_lib.loading.load_adapters(self.handle, {name: path})
         factors, num_tokens = adapters[name].factors, sizing.memory_plan.DEFAULT_BATCHED_TOKENS
-        ranks = sorted({each.a.shape[0] for each in factors.values()})
-        stored = engine_lib.loading.adapter_bytes(adapters, self.dtype, 0)
-        terms = engine_lib.loading.adapter_bytes(adapters, self.dtype, num_tokens) - stored
+        ranks, dtype = sorted({each.a.shape[0] for each in factors.values()}), self.outline.model.dtype_name
+        stored = engine_lib.loading.adapter_bytes(adapters, dtype, 0)
+        terms = engine_lib.loading.adapter_bytes(adapters, dtype, num_tokens) - stored
         size = f"rank {', '.join(map(str, ranks))} on {format_count(len(factors), 'layer')}"
         memory = f"{stored:,} bytes of factors, and at most {terms:,} for a step of {num_tokens:,} tokens"
         reason, layer = self.support({name: factors})

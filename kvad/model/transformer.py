@@ -349,6 +349,11 @@ class Transformer(nn.Module):
         assert self.embedding.tokens is not None
         return self.embedding.tokens.weight
 
+    @property
+    def dtype_name(self) -> str:
+        """Dtype of the token table, such as ``float32``."""
+        return str(self.token_embedding.dtype).removeprefix("torch.")
+
     def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Compute logits [N, V] (or [N, labels]) from hidden [T, E] at indices [N] in T."""
         selected = hidden.index_select(0, indices)

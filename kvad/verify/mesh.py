@@ -62,7 +62,7 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
         folder = Path(self._folder.name)
         try:
             checkpoint.native.save_checkpoint(folder / "model", models[0].config, models[0].state_dict(), None)
-            dtypes = [str(model.token_embedding.dtype).removeprefix("torch.") for model in models]
+            dtypes = [model.dtype_name for model in models]
             for rank in range(1, mesh.size):
                 arguments = [str(folder), str(mesh), str(rank), fault or "none", *dtypes]
                 command = [sys.executable, "-m", "kvad.verify.mesh", *arguments]
@@ -106,9 +106,7 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
         Returns:
             None if they are right.
         """
-        dtype = model.token_embedding.dtype
-        name = str(dtype).removeprefix("torch.")
-        fields: dict[str, Any] = {"dtype": name, "key_dtype": None, "value_dtype": None, "num_blocks": None}
+        fields: dict[str, Any] = {"dtype": model.dtype_name, "key_dtype": None, "value_dtype": None, "num_blocks": None}
         fields |= {"policy": "full", "endless": False, "rope_at": "write", "enable_prefix_caching": False}
         fields |= {"prefix_cache_ram": None}
         cache = dataclasses.replace(cache, **fields)
@@ -137,7 +135,7 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
             for what, kind, want in (("k", "keys", true.k), ("v", "values", true.v)):
                 array = stored[f"{group}.{layer}.{kind}.0"].transpose(1, 2).flatten(0, 1)  # [slots, K, D]
                 have, want = array[held].transpose(0, 1).double(), want[:, positions[held]].double()
-                finding = self._wrong_heads(layer, what, have, want, CLOSE.get(dtype, 0.1))
+                finding = self._wrong_heads(layer, what, have, want, CLOSE.get(model.token_embedding.dtype, 0.1))
                 if finding is not None:
                     return finding
         return None

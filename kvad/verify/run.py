@@ -139,7 +139,7 @@ class _Run:
     ) -> None:
         self.options, self.fault, self.language, self.progress = options, fault, language, progress
         self.model, self.config, self.plain_specs = model, model.config, attention_specs(model.config)
-        self.computed = str(model.token_embedding.dtype).removeprefix("torch.")
+        self.computed = model.dtype_name
         self.engine_config = dataclasses.replace(config, cache_factory=partial(inject_cache_fault, fault))
         self.cases, self.skipped = self._possible(prompts)
         self.exact, self.plain = reference_model(model, torch.float64), reference_model(model)

@@ -171,7 +171,7 @@ def build_streams(
         _check_shareable(ordered[0], options.block_size)
     sources, unknown = build_sources(model.config, len(ordered)), ((0,) * options.tokens,)
     streams = [ReplayStream(prompt, unknown, source=x) for prompt, x in zip(ordered, sources, strict=True)]
-    dtype = str(model.token_embedding.dtype).removeprefix("torch.")
+    dtype = model.dtype_name
     cache = case_cache_config(model.config, streams, options, replace(case or options.cases[0], dtype=dtype))
     continuations = greedy_continuations(model, streams, cache, config)
     streams = [stream._replace(forced_tokens=(new,)) for stream, new in zip(streams, continuations, strict=True)]
