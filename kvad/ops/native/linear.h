@@ -37,16 +37,17 @@ inline void finish(const Run& run, const Op& op, int64_t panel, int64_t row, int
   }
 }
 
-// Parts of a product, for the L2 cache: rows whose inputs stay in it while panels pass. Tiles also divide many inputs, and
-// keep the sums of some panels.
+// Parts of a product by tiles, for the L2 cache: rows whose inputs stay in it while panels pass. Many inputs are divided
+// too, and the sums of some panels kept.
 template <class W> struct Blocks {
   static constexpr int64_t BYTES = 768 << 10, INPUTS = 2048, PANELS = 8;
   int64_t rows, inputs, panels;
-  Blocks(const Op& op, int64_t num_rows) : inputs(op.k), panels((op.n + PANEL - 1) / PANEL) {
-    const int64_t parts = W::TOGETHER > REGISTER_ROWS && num_rows > W::TOGETHER ? (op.k + INPUTS - 1) / INPUTS : 1;
+  Blocks(const Op& op, int64_t num_rows) : rows(num_rows), inputs(op.k), panels((op.n + PANEL - 1) / PANEL) {
+    if (W::TOGETHER == REGISTER_ROWS || num_rows <= W::TOGETHER) return;
+    const int64_t parts = (op.k + INPUTS - 1) / INPUTS;
     if (parts > 1) inputs = round_up((op.k + parts - 1) / parts, TILE_DEPTH), panels = PANELS;
     const int64_t passes = BYTES / (inputs * int64_t(sizeof(typename W::T)) * W::TOGETHER);
-    rows = smaller(round_up(num_rows, W::TOGETHER), (passes ? passes : 1) * W::TOGETHER);
+    rows = smaller(round_up(num_rows, W::TOGETHER), passes * W::TOGETHER);
   }
   bool keeps_sums(const Op& op) const { return inputs < op.k; }
   int64_t bytes(const Op& op) const { return keeps_sums(op) ? panels * rows * PANEL * 4 : 0; }
