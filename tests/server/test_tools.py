@@ -178,13 +178,17 @@ def test_without_parallel_calls_the_first_one_is_passed_on(name):
         ({"type": "array"}, '["a"]', ["a"]),
         ({"type": "integer"}, "many", "many"),
         ({"$ref": "#/$defs/loop"}, "5", 5),
+        ({"$ref": "#/$defs/tree"}, "5", 5),  # followed without end, 9 ways at each step
+        ({"type": 5}, "5", 5),
+        ({"type": [{}]}, "many", "many"),
         ({}, "[1]", [1]),
         (True, "x", "x"),
         (None, "5", "5"),  # a parameter that the schema does not have
     ],
 )
 def test_types_of_parameters_in_tags_are_those_of_the_schema(schema, text, value):
-    definitions = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
+    tree = {"anyOf": [{"$ref": "#/$defs/tree"}] * 9 + [{"type": "integer"}]}
+    definitions = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}, "tree": tree}
     function = {"properties": {} if schema is None else {"k": schema}, "$defs": definitions}
     for name, call in (
         ("qwen3_coder", f"<tool_call>\n<function=f>\n<parameter=k>\n{text}\n</parameter>\n</function>\n</tool_call>"),
@@ -367,6 +371,10 @@ def test_a_required_or_strict_schema_that_tags_cannot_express_is_refused():
         with pytest.raises(ApiError, match=rf"^tools\[0\].function.parameters.*: {keyword} is not supported"):
             call_grammar(form, [tool], is_required=False, is_parallel=True)
     assert call_grammar(FORMS["hermes"], [tool], is_required=False, is_parallel=True)
+    for schema in ({"properties": [1]}, {"properties": {"a": {}}, "required": 5}):
+        tool["function"] = {"name": "f", "parameters": schema}
+        with pytest.raises(ApiError, match=r"^tools: properties of parameters must be an object, and required a list"):
+            call_grammar(form, [tool], is_required=True, is_parallel=True)
 
 
 def test_strict_calls_of_a_format_that_is_not_read_are_refused():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ Schema = Mapping[str, Any]
 Functions = Mapping[str, Schema]  # name -> JSON schema of the arguments
 
 _TYPES = {"string": str, "boolean": bool, "integer": int, "number": float, "array": list, "object": dict}
-ALL_TYPES = frozenset((*_TYPES, "null"))
-MAX_REFERENCES = 32  # "$ref" to "$ref"
+_ALL_TYPES = frozenset((*_TYPES, "null"))
 # Keywords of a schema that permit all texts, and those of a list of parameters that can be written as tags.
 _ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated"))
 _OBJECT_KEYWORDS = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
@@ -113,31 +112,42 @@ def _properties(schema: Schema) -> Mapping[str, Any]:
     return properties if isinstance(properties, dict) else {}
 
 
-def _alternatives(schema: Any, root: Schema, depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value has one: members of anyOf and oneOf, with local references resolved."""
-    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-        yield {}
-        return
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        target: Any = root
-        for part in reference[1:].split("/")[1:]:
-            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        yield from _alternatives(target, root, depth + 1)
-        return
-    members = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(members, list) and members:
-        for member in members:
-            yield from _alternatives(member, root, depth + 1)
-        return
-    yield schema
+def _alternatives(schema: Any, root: Schema) -> list[Mapping[str, Any]]:
+    """Return the schemas of which a value has one: members of anyOf and oneOf, with local references resolved.
+
+    Each reference is followed once, so that schemas that contain themselves end.
+    """
+    pending, known, leaves = [schema], set[str](), list[Mapping[str, Any]]()
+    while pending:
+        current = pending.pop()
+        if not isinstance(current, dict):
+            leaves.append({})
+        elif isinstance(reference := current.get("$ref"), str) and reference.startswith("#"):
+            if reference not in known:
+                known.add(reference)
+                pending.append(_target(reference, root))
+        elif isinstance(members := current.get("anyOf", current.get("oneOf")), list) and members:
+            pending += reversed(members)
+        else:
+            leaves.append(current)
+    return leaves or [{}]
+
+
+def _target(reference: str, root: Schema) -> Any:
+    """Return the schema of a local reference; None if there is none."""
+    target: Any = root
+    for part in reference[1:].split("/")[1:]:
+        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+    return target
 
 
 def _types(schema: Schema) -> frozenset[str]:
-    """Return the JSON types that a schema without references permits."""
+    """Return the JSON types that a schema without references permits; none if its type is not valid."""
     if (values := _values(schema)) is not None:
         return frozenset(map(_type, values))
-    given = schema.get("type", ALL_TYPES)
-    types = ALL_TYPES.intersection((given,) if isinstance(given, str) else given)
+    given = schema.get("type", list(_ALL_TYPES))
+    names = given if isinstance(given, list) else [given]
+    types = _ALL_TYPES.intersection(name for name in names if isinstance(name, str))
     return types | {"integer"} if "number" in types else types
 
 
@@ -382,10 +392,12 @@ def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -
         tool: Index of the tool whose schema is enforced; None: keywords without an equivalent have no effect.
 
     Raises:
-        ApiError: 400 for such keywords.
+        ApiError: 400 for such keywords, and for properties or required names that are none.
     """
     param = f"tools[{tool}].function.parameters"
-    others, properties = set(schema) - _OBJECT_KEYWORDS, _properties(schema)
+    others, properties, required = set(schema) - _OBJECT_KEYWORDS, _properties(schema), schema.get("required", [])
+    if not isinstance(required, list) or not isinstance(schema.get("properties", {}), dict):
+        raise invalid("tools", "properties of parameters must be an object, and required a list.")
     if tool is not None and others:
         raise invalid(param, f"{min(others)} {_NO_JSON}")
     if others or not properties:
@@ -408,7 +420,7 @@ def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -
                 raise invalid(f"{param}.properties.{key}", f"{keyword} {_NO_JSON}")
         value = "text_value" if has_text else f"({' | '.join(values)}) {_literal(tags.after)}"
         lines.append(f"{rule}_{index}: {tags.before.format(key=_literal(key)[1:-1])} {value} ws")
-        items.append(f"{rule}_{index}" + ("" if key in schema.get("required", ()) else "?"))
+        items.append(f"{rule}_{index}" + ("" if key in required else "?"))
     return [f"{rule}: {' '.join(items)}", *lines]
 
 
