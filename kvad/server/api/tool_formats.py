@@ -180,7 +180,7 @@ class ToolFormat:
     """Marks, reader and grammar of one way to write calls.
 
     Attributes:
-        name: vLLM's name of the parser.
+        name: vLLM's name of the parser, if it has one.
         signs: Texts that are all in the chat template.
         start: Mark before the first call.
         end: Mark after a call or a list of calls, or before the next call; "": the end of the text.

@@ -32,9 +32,8 @@ class ToolCallParser:
         self._opening = ""  # white space and mark before a call, which are content only if the call is invalid
         marks = [re.escape(mark) for mark in (form.end, form.close) if mark]
         self._marks = re.compile("|".join(marks)) if marks else None  # that end a call
-        self._next = self._checked = (
-            0  # positions in the pending text: of the search, and after the last mark in a value
-        )
+        # Positions in the pending text: of the search, and after the last mark in a value.
+        self._next = self._checked = 0
         self._in_value = False  # the call so far ends inside a value
         self._inside = False
         self._has_content = False
