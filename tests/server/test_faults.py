@@ -586,6 +586,31 @@ def test_requests_that_end_early_are_counted(end, code, reasons):
     assert {reason: int(float(count)) for reason, count in finished} == reasons
 
 
+@pytest.mark.parametrize("is_of_its_sample", [True, False], ids=["sample", "request"])
+def test_chunks_that_arrive_with_an_error_are_read_before_it(is_of_its_sample):
+    """A stream's text does not depend on how many messages of the engine are read at once."""
+    context = context_of()
+    context.llm.submit = lambda submission, session, signal: RequestStream(context.llm, 1, signal, submission)
+    context.llm.cancel = lambda stream: None
+    group = generation.RequestGroup(context, [Submission([1], SamplingParams()) for _ in range(2)])
+    first, second = group.streams
+    first.add(StreamChunk(1, 0, text="a", token_id=5))
+    if is_of_its_sample:
+        second.add(StreamChunk(2, 0, text="b", token_id=6), StreamChunk(2, 0, finish_reason="error", error="no token"))
+    else:
+        second.fail(EngineError("no token"))
+
+    seen = []
+
+    async def read():
+        async for data in generation.stream_events(group, lambda sample: sample.text.encode(), bytes):
+            seen.append(data)
+
+    with pytest.raises(EngineError, match="no token"):
+        asyncio.run(read())
+    assert seen == [b"ab" if is_of_its_sample else b"a"]
+
+
 def test_a_response_that_cannot_be_built_ends_its_request(monkeypatch):
     """The request was submitted before; nothing reads its tokens."""
     context, cancelled = context_of(), []

@@ -265,6 +265,7 @@ class RequestGroup:
         self._num_tokens = 0  # generated ones that were read
         self._num_unfinished = sum(each.sampling_params.n for each in submissions)
         self._failure = "cancelled"  # code of the reason, if samples are unfinished at the end
+        self._error: Exception | None = None  # why the group ends, after the chunks that have arrived
         self.streams: list[RequestStream] = []
         with self.cancel_on_error():
             for submission in submissions:
@@ -296,7 +297,7 @@ class RequestGroup:
         """Return the chunks that have arrived, by sample; [] at the end, None after a timeout.
 
         Raises:
-            Exception: If a request was refused, a sample failed, or the server shuts down.
+            Exception: If a request was refused, a sample failed, or the server shuts down; after the chunks before it.
         """
         try:
             return await self._next_chunks(timeout)
@@ -306,18 +307,23 @@ class RequestGroup:
 
     async def _next_chunks(self, timeout: float | None) -> list[SampleChunks] | None:
         while True:
+            if self._error is not None:
+                raise self._error
             ended = self.ended
             samples: dict[tuple[int, int], list[StreamChunk]] = {}
-            for index, stream in enumerate(self.streams):
-                for chunk in stream.take():
-                    if chunk.error is not None:
-                        raise chunk_error(chunk)
-                    samples.setdefault((index, chunk.sample_index), []).append(chunk)
-                    self._num_tokens += chunk.token_id is not None
-                    self._num_unfinished -= chunk.finish_reason is not None
-            if samples or ended:
+            try:
+                for index, stream in enumerate(self.streams):
+                    for chunk in stream.take():
+                        if chunk.error is not None:
+                            raise chunk_error(chunk)
+                        samples.setdefault((index, chunk.sample_index), []).append(chunk)
+                        self._num_tokens += chunk.token_id is not None
+                        self._num_unfinished -= chunk.finish_reason is not None
+            except Exception as error:  # raised by the next call, if chunks have arrived before it
+                self._error = error
+            if samples or (ended and self._error is None):
                 return [SampleChunks(*key, chunks) for key, chunks in samples.items()]
-            if not await self._signal.wait(timeout):
+            if self._error is None and not await self._signal.wait(timeout):
                 return None
 
     async def all_chunks(self) -> list[list[StreamChunk]]:
