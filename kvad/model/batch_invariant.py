@@ -96,8 +96,10 @@ def _products(model: Transformer) -> Iterator[MatmulShape]:
             computed = torch.promote_types(dtype, torch.float32) if isinstance(module, Router) else dtype
             yield MatmulShape(module.in_features, module.out_features, computed, module.bias is not None)
         elif isinstance(module, MixtureOfExperts):
-            for weight, bias in ((module.gate, module.gate_bias), (module.down, module.down_bias)):
-                yield MatmulShape(weight.shape[2], weight.shape[1], dtype, bias is not None)
+            packed.update(each for each in (module.gate, module.up, module.down) if isinstance(each, nn.Module))
+            width, size = module.router.in_features, module.spec.intermediate_size
+            yield MatmulShape(width, size, dtype, module.gate_bias is not None)
+            yield MatmulShape(size, width, dtype, module.down_bias is not None)
         elif isinstance(module, (LanguageHead, ClassificationHead)):
             if isinstance(module, LanguageHead) and module.output is not None:
                 continue  # a Linear of its own

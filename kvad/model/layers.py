@@ -175,6 +175,10 @@ class Router(ops.linear.Linear):
             return ops.linear.linear(input, self.weight.to(input.dtype), bias, self.tiles)
 
 
+# [experts, out, in], or a quantized matrix with the rows of one expert after another.
+ExpertWeights = nn.Parameter | ops.quantized_linear.QuantizedLinear
+
+
 class MixtureOfExperts(nn.Module):
     """Mixture of experts (``config.MoEConfig``). Each expert is computed once, for the tokens routed to it."""
 
@@ -188,9 +192,9 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(width, spec.num_experts, spec.router_bias)
         biases = torch.zeros(spec.num_experts) if spec.selection_bias else None
         self.selection_bias = None if biases is None else nn.Parameter(biases, requires_grad=False)
-        self.gate = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
-        self.up = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
-        self.down = nn.Parameter(torch.empty(spec.num_experts, width, spec.intermediate_size))
+        self.gate: ExpertWeights = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
+        self.up: ExpertWeights = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
+        self.down: ExpertWeights = nn.Parameter(torch.empty(spec.num_experts, width, spec.intermediate_size))
         hidden = (spec.num_experts, spec.intermediate_size)
         self.gate_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
         self.up_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
@@ -259,11 +263,8 @@ class MixtureOfExperts(nn.Module):
         return out
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
-        def bias(biases: Tensor | None) -> Tensor | None:
-            return None if biases is None else biases[index]
-
-        gate = ops.linear.linear(x, self.gate[index], bias(self.gate_bias), self.tiles)
-        up = ops.linear.linear(x, self.up[index], bias(self.up_bias), self.tiles)
+        gate = self._product(x, self.gate, self.gate_bias, index)
+        up = self._product(x, self.up, self.up_bias, index)
         if self.spec.swiglu_limit is not None:
             gate, up = gate.clamp(max=self.spec.swiglu_limit), up.clamp(-self.spec.swiglu_limit, self.spec.swiglu_limit)
         if self.spec.swiglu_alpha is not None:
@@ -271,7 +272,15 @@ class MixtureOfExperts(nn.Module):
         else:
             inner = self.activation(gate) * up
         inner = apply_dropout(inner, self.dropout, self)
-        return ops.linear.linear(inner, self.down[index], bias(self.down_bias), self.tiles)
+        return self._product(inner, self.down, self.down_bias, index)
+
+    def _product(self, x: Tensor, weights: ExpertWeights, biases: Tensor | None, index: int) -> Tensor:
+        bias = None if biases is None else biases[index]
+        if isinstance(weights, Tensor):
+            return ops.linear.linear(x, weights[index], bias, self.tiles)
+        rows = weights.out_features // self.spec.num_experts
+        out = weights.multiply_rows(x, index * rows, (index + 1) * rows)
+        return out if bias is None else out + bias.to(x.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert the parameters, but never round the selection bias below float32."""

@@ -388,7 +388,11 @@ class Transformer(nn.Module):
                 continue
             parent, _, child = name.rpartition(".")
             module = self.get_submodule(parent)
-            bias = getattr(module, child).bias
+            replaced, bias = getattr(module, child), None
+            if isinstance(replaced, nn.Parameter):  # of a mixture of experts, which has the biases apart
+                delattr(module, child)
+            else:
+                bias = replaced.bias
             if isinstance(matrix, ops.block_matrix.BlockMatrix):
                 layer: ops.linear.Linear = ops.block_matrix.BlockLinear(matrix, bias)
             else:

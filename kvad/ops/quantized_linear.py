@@ -151,16 +151,16 @@ class QuantizedLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply [.., in] by the weight -> [.., out]."""
-        size = self.out_features if self.tiles is not None else max(1, BLOCK // self.in_features)
-        matrix, starts = self.matrix, range(0, self.out_features, size)
+        out = self.multiply_rows(input, 0, self.out_features)
+        return out if self.bias is None else out + self.bias.to(input.dtype)
+
+    def multiply_rows(self, input: Tensor, low: int, high: int) -> Tensor:
+        """Multiply [.., in] by rows of the weight -> [.., high - low], without the bias."""
+        matrix, size = self.matrix, high - low if self.tiles is not None else max(1, BLOCK // self.in_features)
         if self.activation_bits is not None:
             input = round_inputs(input, matrix.format[1])
-        products = [
-            linear(input, matrix.dequantize(input.dtype, slice(start, start + size)), None, self.tiles)
-            for start in starts
-        ]
-        out = torch.cat(products, -1)
-        return out if self.bias is None else out + self.bias.to(input.dtype)
+        parts = (slice(start, min(start + size, high)) for start in range(low, high, size))
+        return torch.cat([linear(input, matrix.dequantize(input.dtype, rows), None, self.tiles) for rows in parts], -1)
 
     def effective_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the dequantized matrix [out, in]."""

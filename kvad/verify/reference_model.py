@@ -117,11 +117,23 @@ class _PlainLinear(nn.Module):
         self.is_rounded = getattr(layer, "activation_bits", None) is not None  # its inputs are
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_rounded:
-            assert self.matrix is not None
-            x = ops.quantized_linear.round_inputs(x, self.matrix.format[1])
-        weight = self.effective_weight() if self.matrix is None else self.matrix.dequantize(x.dtype)
-        return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(self._rounded(x), self._rows(x.dtype, slice(None)), bias)
+
+    def multiply_rows(self, x: Tensor, low: int, high: int) -> Tensor:
+        """Multiply by some rows, those of an expert."""
+        return F.linear(self._rounded(x), self._rows(x.dtype, slice(low, high)))
+
+    def _rows(self, dtype: torch.dtype, rows: slice) -> Tensor:
+        if self.matrix is not None:
+            return self.matrix.dequantize(dtype, rows)
+        return self.effective_weight()[rows].to(dtype)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        if not self.is_rounded:
+            return x
+        assert self.matrix is not None
+        return ops.quantized_linear.round_inputs(x, self.matrix.format[1])
 
     def effective_weight(self) -> Tensor:
         assert self.weight is not None, "a quantized matrix"

@@ -579,9 +579,11 @@ class _Builder:
         _require(mlp.tiles is None, "batch-invariant products of PyTorch")
         _require(spec.num_experts <= native.library.MAX_EXPERTS, "this many experts")
         _require(spec.swiglu_alpha != 0.0, "a swiglu_alpha of 0")
-        panels = self.model.packed_weights.panels
-        gate_up = panels(self.library, [mlp.gate, mlp.up], self.files, interleaved=True)
-        down = panels(self.library, [mlp.down], self.files)
+        _require(all(isinstance(part, Tensor) for part in (mlp.gate, mlp.up, mlp.down)), "experts in integer weights")
+        panels, parts = self.model.packed_weights.panels, [mlp.gate, mlp.up, mlp.down]
+        gate, up, down_weight = (part for part in parts if isinstance(part, Tensor))
+        gate_up = panels(self.library, [gate, up], self.files, interleaved=True)
+        down = panels(self.library, [down_weight], self.files)
         size, half = _whole_panels(spec.intermediate_size), native.library.PANEL // 2
         gate_up_bias = down_bias = None
         if mlp.gate_bias is not None and mlp.up_bias is not None and mlp.down_bias is not None:
