@@ -83,7 +83,8 @@ class ExpertBalancer:
 
     def _clear(self) -> None:
         for index, layer in enumerate(self._layers.values()):
-            self._counts[index] = torch.zeros(layer.spec.num_experts, dtype=torch.int64, device=layer.router.weight.device)
+            device = layer.router.weight.device
+            self._counts[index] = torch.zeros(layer.spec.num_experts, dtype=torch.int64, device=device)
 
     def loss(self, routings: Sequence[Routing], model_input: ModelInput) -> Tensor:
         """Add the loads of a micro-batch, and return its weighted losses, summed over layers."""
