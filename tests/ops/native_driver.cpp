@@ -45,6 +45,7 @@ class Program {
   int64_t blocks = 1, length = 0;
   Store keys{}, values{};
   Experts experts{};
+  Op gate_up{}, down{};
   Group group{};
   Step step{};
 
@@ -226,28 +227,35 @@ class Program {
     return adapters;
   }
 
-  // Quantized, if the inputs are whole groups.
   Op& product(int in, int in_stride, int k, int out, int out_stride, int n, int mode) {
-    const int64_t rows = round_up(n, PANEL), groups = k / weights.group;
-    const bool quantized = weights.bits && k % weights.group == 0;
-    const int even = int(round_up(k, 2)), bytes = type == TYPE_FLOAT ? 4 : 2, scale_bytes = index % 3 ? 2 : 4;
+    const int64_t rows = round_up(n, PANEL);
     const Adapter* adapters = mode == OUT_LOGITS ? nullptr : make_adapters(rows / PANEL, k);
     const int low = adapters ? buffer(MAX_RANK, true) : 0;
     if (adapters) {
       Op& lora = add_op(OP_LORA, in, in_stride, low, MAX_RANK, k);
       lora.adapters = adapters, lora.n = MAX_RANK;
     }
-    Op& op = add_op(OP_LINEAR, in, in_stride, out, out_stride, quantized ? k : even);
+    Op& op = add_op(OP_LINEAR, in, in_stride, out, out_stride, k);
     op.adapters = adapters, op.low = low, op.low_stride = MAX_RANK;
     op.mode = mode, op.n = int(mode == OUT_LOGITS ? n : rows), op.activation = 1 + index % TANH;
     if (index % 3) op.bias = floats(rows, 0.1f);
-    if (!quantized) {
+    set_weights(op, k, n);
+    return op;
+  }
+
+  // Quantized, if the inputs are whole groups.
+  void set_weights(Op& op, int k, int64_t n) {
+    const int64_t rows = round_up(n, PANEL), groups = k / weights.group;
+    const int even = int(round_up(k, 2)), bytes = type == TYPE_FLOAT ? 4 : 2, scale_bytes = index % 3 ? 2 : 4;
+    op.k = k;
+    if (!weights.bits || k % weights.group) {
+      op.k = even;
       std::vector<const void*> from;
       for (int row = 0; row < n; row++) from.push_back(numbers(k, 0.2f));
       char* panels = array<char>(rows * even * bytes);
       kvad_pack(from.data(), n, k, even, bytes, panels, 1);
       op.weight = panels;
-      return op;
+      return;
     }
     op.bits = weights.bits, op.quantized_group = weights.group, op.half_scales = scale_bytes == 2;
     op.activation_bits = index % 5 < 2 ? 8 : 0;
@@ -268,7 +276,6 @@ class Program {
     kvad_pack_quantized(data.data(), scales[0].data(), scales[1].data(), n, groups, weights.group, weights.bits,
                         scale_bytes, panels, 1);
     op.weight = panels;
-    return op;
   }
 
   Op& normalize(int from, int to, bool out_float, int kind) {
@@ -340,12 +347,13 @@ class Program {
   }
 
   void mixture(int stream, int input) {
-    const int size = weights.hidden, stride = padded(size), inner = 35, count = 6;
+    const int size = weights.hidden, stride = padded(size), inner = weights.bits ? 3 * weights.group : 35, count = 6;
     const int64_t rows = round_up(inner, PANEL), out = round_up(size, PANEL);
+    gate_up.type = down.type = type, gate_up.in_stride = stride, down.in_stride = int(rows);
+    set_weights(gate_up, size, count * 2 * rows), set_weights(down, inner, count * out);
     experts.router = floats(count * stride), experts.router_bias = floats(count);
-    experts.gate_up = numbers(count * 2 * rows * round_up(size, 2), 0.2f);
-    experts.down = numbers(count * out * round_up(inner, 2), 0.2f);
-    if (index % 2) experts.gate_up_bias = floats(count * 2 * rows), experts.down_bias = floats(count * out);
+    experts.gate_up = &gate_up, experts.down = &down;
+    if (index % 2) gate_up.bias = floats(count * 2 * rows), down.bias = floats(count * out);
     if (index % 3) experts.selection_bias = floats(count), experts.groups = 3, experts.chosen_groups = 2;
     experts.experts = count, experts.chosen = 2, experts.size = inner, experts.is_sigmoid = index % 3 == 1;
     experts.renormalize = index % 2, experts.routed_scale = 1.5f, experts.jitter = index % 5 ? -1 : 0.1f;

@@ -237,14 +237,15 @@ class _Builder:
         return self._named[name, numbers]
 
     def _op(self, kind: str, **fields: Any) -> None:
+        self.ops.append(self._new_op(kind, **fields))
+
+    def _new_op(self, kind: str, **fields: Any) -> native.Op:
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 self.referenced.append(value)
                 fields[name] = value.data_ptr()
-        op = native.Op(
-            kind=native.library.OPERATIONS.index(kind), type=self.type, scale=fields.pop("scale", 1.0), **fields
-        )
-        self.ops.append(op)
+        kind_index, scale = native.library.OPERATIONS.index(kind), fields.pop("scale", 1.0)
+        return native.Op(kind=kind_index, type=self.type, scale=scale, **fields)
 
     def _float(self, x: Tensor | None, size: int = 0) -> Tensor | None:
         """Return a contiguous float32 copy, with zeros up to ``size``."""
@@ -364,8 +365,16 @@ class _Builder:
         mode: str,
         interleaved: bool = False,
         **fields: Any,
-    ) -> int:
-        """Multiply by the weights; returns the number of outputs, padded."""
+    ) -> None:
+        """Multiply by the weights."""
+        mode_index = native.library.OUTPUT_MODES.index(mode)
+        fields |= {"input": source, "out": out, "mode": mode_index}
+        self.ops.append(self._product_op(weights, bias, interleaved=interleaved, **fields))
+
+    def _product_op(
+        self, weights: Sequence[native.library.Matrix], bias: Tensor | None, *, interleaved: bool = False, **fields: Any
+    ) -> native.Op:
+        """Return a product by the weights."""
         first = weights[0]
         if isinstance(first, Tensor):
             _require(all(isinstance(x, Tensor) for x in weights), "joined weights of several formats")
@@ -380,9 +389,8 @@ class _Builder:
                             "activation_bits": self.model.activation_bits or 0}  # fmt: skip
         panels = self.model.packed_weights.panels(self.library, weights, self.files, interleaved=interleaved)
         rows, width = panels.shape if isinstance(first, Tensor) else (len(panels), first.in_features)
-        self._op("linear", input=source, out=out, mode=native.library.OUTPUT_MODES.index(mode), weight=panels, k=width,
-                 bias=self._float(bias, rows), **({"n": rows} | quantization | fields))  # fmt: skip
-        return rows
+        return self._new_op("linear", weight=panels, k=width, bias=self._float(bias, rows),
+                            **({"n": rows} | quantization | fields))  # fmt: skip
 
     def _linear_product(
         self,
@@ -579,28 +587,30 @@ class _Builder:
         _require(mlp.tiles is None, "batch-invariant products of PyTorch")
         _require(spec.num_experts <= native.library.MAX_EXPERTS, "this many experts")
         _require(spec.swiglu_alpha != 0.0, "a swiglu_alpha of 0")
-        _require(all(isinstance(part, Tensor) for part in (mlp.gate, mlp.up, mlp.down)), "experts in integer weights")
-        panels, parts = self.model.packed_weights.panels, [mlp.gate, mlp.up, mlp.down]
-        gate, up, down_weight = (part for part in parts if isinstance(part, Tensor))
-        gate_up = panels(self.library, [gate, up], self.files, interleaved=True)
-        down = panels(self.library, [down_weight], self.files)
+        gate, up, down = (_expert_matrix(weights) for weights in (mlp.gate, mlp.up, mlp.down))
+        is_whole = spec.intermediate_size % native.library.PANEL == self.size % native.library.PANEL == 0
+        _require(is_whole or isinstance(gate, Tensor), "int8 or int4 experts of a size that 32 does not divide")
         size, half = _whole_panels(spec.intermediate_size), native.library.PANEL // 2
         gate_up_bias = down_bias = None
         if mlp.gate_bias is not None and mlp.up_bias is not None and mlp.down_bias is not None:
             pair = torch.stack([_pad_last(bias.detach(), size) for bias in (mlp.gate_bias, mlp.up_bias)], dim=1)
-            gate_up_bias = self._float(pair.unflatten(-1, (-1, half)).transpose(1, 2))
-            down_bias = self._float(_pad_last(mlp.down_bias.detach(), _whole_panels(self.size)))
+            gate_up_bias = pair.unflatten(-1, (-1, half)).transpose(1, 2)
+            down_bias = _pad_last(mlp.down_bias.detach(), _whole_panels(self.size))
+        products = [
+            self._product_op([gate, up], gate_up_bias, interleaved=True, in_stride=_padded(self.size)),
+            self._product_op([down], down_bias, in_stride=size),
+        ]
         router = self._float(_pad_last(mlp.router.weight.detach(), _padded(self.size)))
-        tensors = [router, self._float(mlp.router.bias), self._float(mlp.selection_bias), gate_up, down]
-        tensors += [gate_up_bias, down_bias]
+        tensors = [router, self._float(mlp.router.bias), self._float(mlp.selection_bias)]
         experts = native.Experts(
             *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *map(ctypes.addressof, products),
             *(spec.num_experts, spec.num_experts_per_token, spec.intermediate_size),
             *(spec.num_groups, spec.num_groups_per_token, spec.router == "sigmoid", spec.renormalize),
             *(spec.routed_scale, -1.0 if spec.sparsemixer_jitter is None else spec.sparsemixer_jitter),
             *(spec.swiglu_alpha or 0.0, spec.swiglu_limit or 0.0),
         )
-        self.referenced += [experts, *tensors]
+        self.referenced += [experts, *tensors, *products]
         is_silu = spec.swiglu_alpha is not None  # the activation is a sigmoid then
         mode = native.library.OUTPUT_MODES.index("float" if scale is None else "add")
         self._op("experts", input=source, out=out, in_stride=_padded(self.size), out_stride=_padded(self.size),
@@ -669,6 +679,13 @@ def _kind(what: str, module: object) -> str:
 
 def _matrix(layer: ops.linear.Linear) -> native.library.Matrix:
     return layer.matrix if isinstance(layer, ops.quantized_linear.QuantizedLinear) else layer.weight
+
+
+def _expert_matrix(weights: model_lib.layers.ExpertWeights) -> native.library.Matrix:
+    if isinstance(weights, Tensor):
+        return weights
+    _require(type(weights) in QUANTIZED_LAYERS, _kind("experts", weights))
+    return weights.matrix
 
 
 def _format(matrix: native.library.Matrix) -> tuple[int, int, torch.dtype] | None:

@@ -1,6 +1,6 @@
 // Mixtures of experts, and gates.
 #pragma once
-#include "linear.h"
+#include "quantized.h"
 
 namespace {
 
@@ -100,26 +100,97 @@ inline void choose_best(const Experts& spec, float* scores, Choice* choices) {
   for (int i = 0; i < spec.chosen; i++) choices[i].share *= factor;
 }
 
+// The pairs that a product of experts multiplies; a pair is a token and an expert, in the experts' order.
+template <class W> class PairRows {
+  typedef typename W::T T;
+
+ public:
+  const Op& op;
+  T* x;             // [pairs, in_stride]
+  char* converted;  // quantized weights: pairs as integers, or sums of their groups
+  int64_t count;
+
+  PairRows(const Op& op, int64_t count) : op(op), x(nullptr), converted(nullptr), count(count) {}
+  bool has_integers() const { return op.bits && uses_integers(op); }
+  bool uses_tiles(int64_t rows) const {  // for an expert of this many pairs
+#ifdef KVAD_TILES
+    return has_integers() && ::uses_tiles(op, rows);
+#else
+    return false;
+#endif
+  }
+  int together(bool tiles) const {
+    if (tiles) return TILE_ROWS;
+    if (!op.bits) return W::TOGETHER;
+    return op.activation_bits ? ByteInputs::TOGETHER : WordInputs::TOGETHER;
+  }
+  int64_t panel_size() const {
+    return op.bits ? panel_bytes(op) : round_up(op.k, 2) * PANEL * int64_t(sizeof(T));
+  }
+
+  void convert(int64_t pair, const T* from, bool tiles) {
+    if (has_integers()) return with_integers(tiles, [&](auto rows) { rows.convert(op, pair, from); });
+    if constexpr (sizeof(T) == 4)
+      if (op.bits == 4) add_groups(op, from, sums(pair));
+  }
+
+  void multiply(const char* w, int64_t pair, int m, bool tiles, F (&acc)[ROWS][2]) const {
+    if (op.bits == 8) return multiply_quantized<8>(w, pair, m, tiles, acc);
+    if (op.bits == 4) return multiply_quantized<4>(w, pair, m, tiles, acc);
+    ::multiply<W>(m, reinterpret_cast<const T*>(w), x + pair * op.in_stride, op.in_stride, round_up(op.k, 2), acc);
+  }
+
+ private:
+  float* sums(int64_t pair) const {
+    return reinterpret_cast<float*>(converted) + pair * (op.k / op.quantized_group);
+  }
+
+  template <class Use> void with_integers(bool tiles, Use use) const {
+#ifdef KVAD_TILES
+    if (tiles && op.activation_bits) return use(IntegerRows<TileInputs<ByteInputs>>(op, count, converted));
+    if (tiles) return use(IntegerRows<TileInputs<WordInputs>>(op, count, converted));
+#endif
+    if (op.activation_bits) return use(IntegerRows<ByteInputs>(op, count, converted));
+    use(IntegerRows<WordInputs>(op, count, converted));
+  }
+
+  template <int BITS> void multiply_quantized(const char* at, int64_t pair, int m, bool tiles, F (&acc)[ROWS][2]) const {
+    const uint8_t* w = reinterpret_cast<const uint8_t*>(at);
+    if (has_integers())
+      return with_integers(tiles, [&](const auto& rows) {
+        call_with_count<std::decay_t<decltype(rows)>::TOGETHER>(
+            m, [&](auto count) { multiply_integers<BITS>(op, w, rows, pair, count, acc); });
+      });
+    if constexpr (sizeof(T) == 4)
+      call_with_count<WordInputs::TOGETHER>(m, [&](auto count) {
+        multiply_floats<BITS, count.value>(op, w, x + pair * op.in_stride, sums(pair), acc);
+      });
+  }
+};
+
 template <class W> struct ExpertsMemory {  // of all threads
   typedef typename W::T T;
-  float *logits, *out;    // [tokens, experts], [pairs, width]; a pair is a token and an expert, in the experts' order
+  float *logits, *out;    // [tokens, experts], [pairs, width]
   Choice* choices;        // [tokens, chosen]
   int32_t *pairs, *ends;  // of each choice; after each expert's pairs
-  T *x, *inner;           // [pairs, in_stride], [pairs, inner size]
+  PairRows<W> in, inner;
   int64_t size, width, bytes;
-  ExpertsMemory(const Op& op, int64_t tokens, char* at) {
+  ExpertsMemory(const Op& op, int64_t tokens, char* at)
+      : in(*op.experts->gate_up, tokens * op.experts->chosen), inner(*op.experts->down, in.count) {
     char* start = at;
     const Experts& spec = *op.experts;
-    const int64_t count = tokens * spec.chosen;
     auto take = [&at](int64_t bytes) { char* p = at; at += round_up(bytes, 64); return p; };
     size = round_up(spec.size, PANEL), width = round_up(op.n, PANEL);
     logits = reinterpret_cast<float*>(take(tokens * spec.experts * 4));
-    choices = reinterpret_cast<Choice*>(take(count * sizeof(Choice)));
-    pairs = reinterpret_cast<int32_t*>(take(count * 4));
+    choices = reinterpret_cast<Choice*>(take(in.count * sizeof(Choice)));
+    pairs = reinterpret_cast<int32_t*>(take(in.count * 4));
     ends = reinterpret_cast<int32_t*>(take(spec.experts * 4));
-    x = reinterpret_cast<T*>(take(count * op.in_stride * sizeof(T)));
-    inner = reinterpret_cast<T*>(take(count * size * sizeof(T)));
-    out = reinterpret_cast<float*>(take(count * width * 4));
+    for (PairRows<W>* rows : {&in, &inner}) {
+      if (rows == &inner || !rows->has_integers())
+        rows->x = reinterpret_cast<T*>(take(rows->count * rows->op.in_stride * sizeof(T)));
+      if (rows->op.bits) rows->converted = take(converted_bytes(rows->op, rows->count));
+    }
+    out = reinterpret_cast<float*>(take(in.count * width * 4));
     bytes = at - start;
   }
 };
@@ -145,20 +216,17 @@ template <class W> class Mixture {
     run.team.wait();
     gather();
     run.team.wait();
-    const int64_t in_width = round_up(op.k, 2), size = round_up(spec.size, 2);
-    each_panel(2 * memory.size, spec.gate_up, in_width, [this](int e, int64_t panel, int64_t pair, int m, const T* w) {
-      alignas(64) F acc[ROWS][2];
-      multiply<W>(m, w, memory.x + pair * op.in_stride, op.in_stride, round_up(op.k, 2), acc);
+    each_panel(2 * memory.size, memory.in, [this](int e, int64_t panel, int64_t pair, int m, const F(&acc)[ROWS][2]) {
       activate_pairs(e, panel, pair, m, acc);
     });
     run.team.wait();
-    each_panel(memory.width, spec.down, size, [this](int e, int64_t panel, int64_t pair, int m, const T* w) {
-      alignas(64) F acc[ROWS][2];
-      multiply<W>(m, w, memory.inner + pair * memory.size, memory.size, round_up(spec.size, 2), acc);
+    if (memory.inner.op.bits) convert_inner(), run.team.wait();
+    each_panel(memory.width, memory.inner, [this](int e, int64_t panel, int64_t pair, int m, const F(&acc)[ROWS][2]) {
+      const float* biases = memory.inner.op.bias;
       for (int i = 0; i < m; i++)
         for (int half = 0; half < 2; half++) {
           const int64_t at = panel * PANEL + half * LANES;
-          const F bias = spec.down_bias ? load(spec.down_bias + e * memory.width + at) : F{};
+          const F bias = biases ? load(biases + e * memory.width + at) : F{};
           store(memory.out + (pair + i) * memory.width + at, acc[i][half] + bias);
         }
     });
@@ -205,35 +273,61 @@ template <class W> class Mixture {
     for (int64_t i = 0; i < count; i++) memory.pairs[i] = memory.ends[memory.choices[i].expert]++;
   }
 
+  // Copy or convert the input of each pair.
   void gather() {
     const T* x = run.buffer<T>(op.in);
-    const int64_t count = tokens * spec.chosen;
-    for (int64_t i = run.low(count); i < run.high(count); i++)
-      std::memcpy(memory.x + memory.pairs[i] * op.in_stride, x + i / spec.chosen * op.in_stride, op.in_stride * sizeof(T));
+    PairRows<W>& in = memory.in;
+    for (int64_t i = run.low(in.count); i < run.high(in.count); i++) {
+      const T* from = x + i / spec.chosen * op.in_stride;
+      const int64_t pair = memory.pairs[i];
+      if (in.x) std::memcpy(in.x + pair * op.in_stride, from, op.in_stride * sizeof(T));
+      if (in.op.bits) in.convert(pair, from, in.uses_tiles(pairs_of(memory.choices[i].expert)));
+    }
   }
 
-  // Call compute(expert, panel, first pair, number of pairs, panel's weights) for all pairs, a few panels at a time.
-  template <class Compute> void each_panel(int64_t rows, const void* weights, int64_t k, const Compute& compute) {
+  int64_t low_pair(int64_t e) const { return e ? memory.ends[e - 1] : 0; }
+  int64_t pairs_of(int64_t e) const { return memory.ends[e] - low_pair(e); }
+
+  // Convert the inner numbers of each pair.
+  void convert_inner() {
+    PairRows<W>& inner = memory.inner;
+    const int64_t low = run.low(inner.count), high = run.high(inner.count);
+    for (int64_t e = 0, pair = low; pair < high; pair++) {
+      while (memory.ends[e] <= pair) e++;
+      inner.convert(pair, inner.x + pair * inner.op.in_stride, inner.uses_tiles(pairs_of(e)));
+    }
+  }
+
+  // Call use(expert, panel, first pair, number of pairs, sums) for the products of all pairs, a few panels at a time.
+  template <class Use> void each_panel(int64_t rows, const PairRows<W>& in, const Use& use) {
     constexpr int64_t SPAN = 4;  // panels
-    const int64_t panels = rows / PANEL, spans = (panels + SPAN - 1) / SPAN;
-    int64_t next = run.team.ticket.fetch_add(1, std::memory_order_relaxed), unit = 0;
+    const int64_t panels = rows / PANEL, spans = (panels + SPAN - 1) / SPAN, size = in.panel_size();
+    alignas(64) F acc[ROWS][2];
+    int64_t next = run.team.take(), unit = 0;
     for (int e = 0; e < spec.experts; e++) {
-      const int64_t low = e ? memory.ends[e - 1] : 0, high = memory.ends[e];
-      if (low == high) continue;
+      const int64_t low = low_pair(e), count = pairs_of(e);
+      if (count == 0) continue;
+      const bool tiles = in.uses_tiles(count);
+      const int64_t parts = (count + in.together(tiles) - 1) / in.together(tiles);
       for (int64_t span = 0; span < spans; span++, unit++) {
         if (unit != next) continue;
-        next = run.team.ticket.fetch_add(1, std::memory_order_relaxed);
+        next = run.team.take();
         for (int64_t panel = span * SPAN; panel < panels && panel < (span + 1) * SPAN; panel++) {
-          const T* w = static_cast<const T*>(weights) + (e * panels + panel) * PANEL * k;
-          for (int64_t pair = low; pair < high; pair += W::TOGETHER)
-            compute(e, panel, pair, int(high - pair < W::TOGETHER ? high - pair : W::TOGETHER), w);
+          const char* w = static_cast<const char*>(in.op.weight) + (e * panels + panel) * size;
+          for (int64_t part = 0; part < parts; part++) {  // of about the same size
+            const int64_t pair = low + count * part / parts;
+            const int m = int(low + count * (part + 1) / parts - pair);
+            in.multiply(w, pair, m, tiles, acc);
+            use(e, panel, pair, m, acc);
+          }
         }
       }
     }
   }
 
   void activate_pairs(int e, int64_t panel, int64_t pair, int m, const F (&acc)[ROWS][2]) {
-    const float* bias = spec.gate_up_bias ? spec.gate_up_bias + (e * memory.size * 2 + panel * PANEL) : nullptr;
+    const float* biases = memory.in.op.bias;
+    const float* bias = biases ? biases + (e * memory.size * 2 + panel * PANEL) : nullptr;
     for (int i = 0; i < m; i++) {
       F g = acc[i][0], up = acc[i][1];
       if (bias) g += load(bias), up += load(bias + LANES);
@@ -241,7 +335,7 @@ template <class W> class Mixture {
         g = smaller(g, all(spec.limit)), up = larger(smaller(up, all(spec.limit)), all(-spec.limit));
       }
       const F inner = spec.alpha != 0 ? (up + 1.0f) * g * sigmoid(spec.alpha * g) : activate(op.activation, g) * up;
-      store(memory.inner + (pair + i) * memory.size + panel * LANES, inner);
+      store(memory.inner.x + (pair + i) * memory.inner.op.in_stride + panel * LANES, inner);
     }
   }
 

@@ -66,7 +66,7 @@ class Experts(ctypes.Structure):
     """A mixture of experts of one layer."""
 
     _fields_ = [
-        *_fields(ctypes.c_void_p, "router router_bias selection_bias gate_up down gate_up_bias down_bias"),
+        *_fields(ctypes.c_void_p, "router router_bias selection_bias gate_up down"),  # the last two are operations
         *_fields(ctypes.c_int64, "experts chosen size groups chosen_groups is_sigmoid renormalize"),
         *_fields(ctypes.c_float, "routed_scale jitter alpha limit"),
     ]

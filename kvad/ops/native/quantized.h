@@ -101,8 +101,13 @@ inline int64_t group_bytes(int64_t group_size, int64_t bits, int64_t scale_bytes
   return PANEL * scale_bytes * (bits == 4 ? 2 : 1) + round_up(group_size, INPUTS) * PANEL * bits / 8;
 }
 
+inline int64_t panel_bytes(const Op& op) {
+  return op.k / op.quantized_group * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4);
+}
+
 // Activations of some rows as integers: each group is filled up with zeros.
 template <class X> struct IntegerRows {
+  static constexpr int TOGETHER = X::TOGETHER;
   int64_t group, padded, block, blocks, k;  // blocks of a group
   float highest;
   typename X::T* x;      // [rows, k]
@@ -311,11 +316,24 @@ void multiply_floats(const Op& op, const uint8_t* w, const float* x, const float
 #define KVAD_CASES
 #endif
 
+// Call a function with a number up to TOGETHER: as a constant, unless tiles have any number of rows.
+template <int TOGETHER, class Function> inline void call_with_count(int m, Function function) {
+  if constexpr (TOGETHER > REGISTER_ROWS) function(m);
+  else switch (m) {
+#define CASE(n)                                                                          \
+  case n:                                                                                \
+    if constexpr (n <= TOGETHER) function(std::integral_constant<int, n>());             \
+    break;
+    CASE(1) CASE(2) CASE(3) KVAD_CASES
+#undef CASE
+  }
+}
+
 // Multiply rows in parts of at most TOGETHER by this thread's panels; ``product`` multiplies M of them by a panel.
 template <class W, int TOGETHER, class Product>
 void multiply_panels(const Run& run, const Op& op, int64_t first, int64_t end, Product product) {
   const int64_t panels = (op.n + PANEL - 1) / PANEL;
-  const int64_t size = op.k / op.quantized_group * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4);
+  const int64_t size = panel_bytes(op);
   alignas(64) F acc[ROWS][2];
   const int64_t parts = (end - first + TOGETHER - 1) / TOGETHER;
   for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
@@ -323,17 +341,16 @@ void multiply_panels(const Run& run, const Op& op, int64_t first, int64_t end, P
       const int64_t row = first + (end - first) * part / parts;
       const int m = int(first + (end - first) * (part + 1) / parts - row);
       const uint8_t* w = static_cast<const uint8_t*>(op.weight) + panel * size;
-      if constexpr (TOGETHER > REGISTER_ROWS) product(m, w, row, acc);
-      else switch (m) {
-#define CASE(n)                                                                                              \
-  case n:                                                                                                    \
-    if constexpr (n <= TOGETHER) product(std::integral_constant<int, n>(), w, row, acc);                     \
-    break;
-        CASE(1) CASE(2) CASE(3) KVAD_CASES
-#undef CASE
-      }
+      call_with_count<TOGETHER>(m, [&](auto count) { product(count, w, row, acc); });
       finish<W>(run, op, panel, row, m, acc);
     }
+}
+
+inline void add_groups(const Op& op, const float* x, float* sums) {
+  for (int64_t g = 0; g < op.k / op.quantized_group; g++, x += op.quantized_group) {
+    sums[g] = 0;
+    for (int i = 0; i < op.quantized_group; i++) sums[g] += x[i];
+  }
 }
 
 constexpr int64_t FEW_ROWS = 4;  // that each thread converts for itself; more are converted by all threads together
@@ -373,11 +390,7 @@ template <class W, int BITS> void quantized_linear(const Run& run, const Op& op,
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
       const int64_t end = rows - first < BLOCK_ROWS ? rows : first + BLOCK_ROWS;
       for (int64_t row = first; BITS == 4 && row < end; row++)
-        for (int64_t g = 0; g < groups; g++) {
-          float total = 0;
-          for (int i = 0; i < op.quantized_group; i++) total += x[row * op.in_stride + g * op.quantized_group + i];
-          sums[(row - first) * groups + g] = total;
-        }
+        add_groups(op, x + row * op.in_stride, sums + (row - first) * groups);
       multiply_panels<W, WordInputs::TOGETHER>(
           run, op, first, end, [&](auto m, const uint8_t* w, int64_t row, F(&acc)[ROWS][2]) {
             multiply_floats<BITS, m.value>(op, w, x + row * op.in_stride, sums + (row - first) * groups, acc);
@@ -387,12 +400,13 @@ template <class W, int BITS> void quantized_linear(const Run& run, const Op& op,
 }
 #undef KVAD_CASES
 
-inline int64_t quantized_bytes(const Op& op, int64_t rows) {
-  rows = rows < BLOCK_ROWS ? rows : BLOCK_ROWS;
+// Bytes of what rows are converted to.
+inline int64_t converted_bytes(const Op& op, int64_t rows) {
   if (op.activation_bits) return IntegerRows<ByteInputs>(op, rows, nullptr).bytes;
   if (op.type == TYPE_BFLOAT) return IntegerRows<WordInputs>(op, rows, nullptr).bytes;
   return rows * (op.k / op.quantized_group) * 4;
 }
+inline int64_t quantized_bytes(const Op& op, int64_t rows) { return converted_bytes(op, rows < BLOCK_ROWS ? rows : BLOCK_ROWS); }
 
 // Pack rows of quantized weights, their scales and minima into panels [n / PANEL, groups, (scales, minima, steps)].
 inline void pack_quantized(const uint8_t* const* data, const char* const* scales, const char* const* minima, int64_t n,

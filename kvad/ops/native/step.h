@@ -21,8 +21,7 @@ struct Store {  // keys or values of a layer: data [K, blocks, block_size, width
 
 struct Experts {  // of one layer
   const float *router, *router_bias, *selection_bias;  // [experts, in_stride], [experts]
-  const void *gate_up, *down;                          // panels of each expert: 16 rows of the gate, then of up; down
-  const float *gate_up_bias, *down_bias;
+  const struct Op *gate_up, *down;  // LINEAR: panels of each expert, of gate_up 16 rows of the gate, then of up; biases
   int64_t experts, chosen, size, groups, chosen_groups, is_sigmoid, renormalize;  // size: of an expert's inner layer
   float routed_scale, jitter, alpha, limit;                                       // negative, 0, 0: none
 };

@@ -19,6 +19,7 @@ from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
 from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling import SamplingParams
+from kvad.model.layers import MixtureOfExperts
 from kvad.model.transformer import Transformer
 from kvad.ops.linear import Linear
 from kvad.ops.native import library as native
@@ -278,6 +279,40 @@ def test_a_mixture_in_bfloat16_equals_the_one_in_float32(kind: str) -> None:
     assert not reason and errors.median() < 0.05
 
 
+def quantized_mixture(kind: str, dtype: torch.dtype, gate_up: tuple[int, int], down: tuple[int, int]) -> Transformer:
+    """Build a model whose experts have matrices of (bits, group size)."""
+    config = with_layer(model_config("rope"), replace(MIXTURES[kind], intermediate_size=96))
+    model = build(replace(config, hidden_size=64, max_seq_len=640), dtype=dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, MixtureOfExperts):
+            for part, (bits, group) in (("gate", gate_up), ("up", gate_up), ("down", down)):
+                weights = getattr(module, part).detach().flatten(0, 1)
+                model.use_quantized({f"{name}.{part}": quantize_matrix(weights, bits, group or weights.shape[1])})
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gpt-oss", "deepseek-v3", "qwen2"])
+@pytest.mark.parametrize("variant", native.runnable_variants())
+def test_quantized_experts(variant: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a GGUF file of Q4_K_M, down has another format. A rounding may choose other experts."""
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    for gate_up, down in (((4, 32), (8, 16)), ((8, 0), (8, 0))):
+        model = quantized_mixture(kind, dtype, gate_up, down)
+        ours, reason = logits_of_steps(model, {})
+        theirs, _ = logits_of_steps(model, {}, native=False)
+        errors = (ours[0] - theirs[0]).abs().amax(-1) / theirs[0].abs().max()
+        assert not reason and errors.median() <= (3e-5 if dtype == torch.float32 else 0.03)
+
+
+def test_experts_of_other_sizes_than_whole_panels_run_in_pytorch() -> None:
+    model = build(with_layer(model_config("rope"), MIXTURES["softmax"]), dtype=torch.float32)
+    weights = model.get_parameter("decoder.layers.0.mlp.gate").detach().flatten(0, 1)
+    for part in ("gate", "up"):
+        model.use_quantized({f"decoder.layers.0.mlp.{part}": quantize_matrix(weights, 8, weights.shape[1])})
+    assert logits_of_steps(model, {})[1] == "int8 or int4 experts of a size that 32 does not divide"
+
+
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope", "rope-yarn"])
 def test_frequencies_that_depend_on_the_length(position: str) -> None:
     assert not compare(model_config(position, layers=3), {"cache": "paged"})
@@ -357,6 +392,7 @@ def rows_by_position(
         (None, torch.float32),
         ((8, 8, 8), torch.bfloat16),
         ("experts", torch.bfloat16),
+        ("int4 experts", torch.bfloat16),
         ("cache", torch.bfloat16),
         *(
             pytest.param(quantization, dtype, marks=pytest.mark.long)
@@ -370,6 +406,7 @@ def rows_by_position(
                 ((4, 8, 8), torch.float32),
                 ((4, 8, 8), torch.bfloat16),
                 ("experts", torch.float32),
+                ("int4 experts", torch.float32),
                 ("cache", torch.float32),
             )
         ),
@@ -384,6 +421,8 @@ def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
         config = with_layer(config, MIXTURES["qwen2"], output_gate=True)
     formats = {"key_dtype": "int8", "value_dtype": "int4"} if quantization == "cache" else {}
     model = build(wide_heads(config, 32) if formats else config, dtype=dtype)
+    if quantization == "int4 experts":  # of many tokens each
+        model = quantized_mixture("softmax", dtype, (4, 32), (8, 32))
     if isinstance(quantization, tuple):
         assert quantize(model, *quantization[:2], half=False)
         for activation_bits in quantization[2:]:
