@@ -134,10 +134,11 @@ template <class W> class PairRows {
       if (op.bits == 4) add_groups(op, from, sums(pair));
   }
 
-  void multiply(const char* w, int64_t pair, int m, bool tiles, F (&acc)[ROWS][2]) const {
+  void multiply(const char* w, int64_t pair, int m, bool tiles, Ahead ahead, F (&acc)[ROWS][2]) const {
     if (op.bits == 8) return multiply_quantized<8>(w, pair, m, tiles, acc);
     if (op.bits == 4) return multiply_quantized<4>(w, pair, m, tiles, acc);
-    ::multiply<W>(m, reinterpret_cast<const T*>(w), x + pair * op.in_stride, op.in_stride, round_up(op.k, 2), acc);
+    const T* from = x + pair * op.in_stride;
+    ::multiply<W>(m, reinterpret_cast<const T*>(w), from, op.in_stride, round_up(op.k, 2), acc, ahead);
   }
 
  private:
@@ -312,12 +313,16 @@ template <class W> class Mixture {
       for (int64_t span = 0; span < spans; span++, unit++) {
         if (unit != next) continue;
         next = run.team.take();
-        for (int64_t panel = span * SPAN; panel < panels && panel < (span + 1) * SPAN; panel++) {
+        const int64_t last = smaller((span + 1) * SPAN, panels);
+        for (int64_t panel = span * SPAN; panel < last; panel++) {
           const char* w = static_cast<const char*>(in.op.weight) + (e * panels + panel) * size;
           for (int64_t part = 0; part < parts; part++) {  // of about the same size
             const int64_t pair = low + count * part / parts;
             const int m = int(low + count * (part + 1) / parts - pair);
-            in.multiply(w, pair, m, tiles, acc);
+            Ahead ahead;
+            ahead.panel = m > 1 && part == 0 && (parts == 1 || panel == span * SPAN);
+            if (parts > 1 && panel + 1 < last) ahead.read_next(w + size, part, parts, in.op.k / W::STEP);
+            in.multiply(w, pair, m, tiles, ahead, acc);
             use(e, panel, pair, m, acc);
           }
         }

@@ -72,11 +72,8 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
             Ahead ahead;
             ahead.panel = rows > 1 && passes == 1;
             // The passes after the first one would not use the memory.
-            if (passes > 1 && panel + 1 < last) {
-              const int64_t pass = (row - first) / W::TOGETHER;
-              ahead.every = smaller(passes / 2, steps);
-              ahead.at = reinterpret_cast<const char*>(w + (panel + 1) * size + from * PANEL) + pass * (steps / ahead.every) * 64;
-            }
+            if (passes > 1 && panel + 1 < last)
+              ahead.read_next(w + (panel + 1) * size + from * PANEL, (row - first) / W::TOGETHER, passes, steps);
             char* sums = run.own + ((panel - group) * blocks.rows + row - first) * PANEL * 4;
             auto& acc = blocks.keeps_sums(op) ? *reinterpret_cast<F(*)[ROWS][2]>(sums) : own;
             multiply<W>(m, w + panel * size + from * PANEL, x + row * op.in_stride + from, op.in_stride, k, acc, ahead, from > 0);

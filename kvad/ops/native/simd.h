@@ -314,6 +314,11 @@ struct Ahead {
   int64_t every = INT64_MAX;
   bool panel = false;
   static constexpr int BYTES = 6144;
+  // In one of several passes of ``steps`` over a panel: a share of the next panel, of which each step has two lines.
+  void read_next(const void* panel, int64_t pass, int64_t passes, int64_t steps) {
+    every = passes / 2 < steps ? passes / 2 : steps;
+    at = static_cast<const char*>(panel) + pass * (steps / every) * 64;
+  }
 };
 
 // Multiply M rows x [M, stride] by a panel [k / STEP, PANEL, STEP]: every number is summed over k in order.
