@@ -309,12 +309,16 @@ def _step_bytes(llm: LLM, groups: Sequence[CacheGroup], num_seqs: int, length: i
 def _read_bytes(num_seqs: int) -> Callable[[nn.Module], float]:
     """Return a function that counts a module's own tensors; of experts, as many as the tokens can choose."""
 
+    def own_bytes(module: nn.Module) -> int:
+        return sum(x.nbytes for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
     def count(module: nn.Module) -> float:
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        share = 1.0
-        if isinstance(module, model.layers.MixtureOfExperts):
-            share = min(1.0, num_seqs * module.spec.num_experts_per_token / module.spec.num_experts)
-        return share * sum(tensor.nbytes for tensor in tensors)
+        if not isinstance(module, model.layers.MixtureOfExperts):
+            return own_bytes(module)
+        # Quantized experts are modules, which are counted on their own.
+        quantized = sum(own_bytes(x) for x in (module.gate, module.up, module.down) if isinstance(x, nn.Module))
+        share = min(1.0, num_seqs * module.spec.num_experts_per_token / module.spec.num_experts)
+        return share * (own_bytes(module) + quantized) - quantized
 
     return count
 

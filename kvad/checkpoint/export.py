@@ -121,7 +121,7 @@ class QuantizationResult(NamedTuple):
 
     bytes_before: int
     bytes_after: int
-    quantized: int  # matrices
+    quantized: int  # matrices; each expert has three
     left: tuple[str, ...]  # matrices of the layers whose width the groups do not divide
     max_error: float  # largest error of a weight, as a share of the largest weight of its matrix
     head_bits: int  # 0: the head was left
@@ -143,11 +143,15 @@ def quantize_checkpoint(
         raise ConfigError(f"{handle.path} is quantized already ({handle.quantization})", "Quantize the original.")
     with torch.device("meta"):
         model = model_lib.Transformer(handle.config)
-    known = dict(quantizable(model))
-    left = tuple(name for name, layer in known.items() if not _fits(layer.in_features, form.bits, form.group_size))
+    known, shapes = dict(quantizable(model)), config.parameter_shapes.weight_shapes(handle.config)
+    left = tuple(name for name, inputs in known.items() if not _fits(inputs, form.bits, form.group_size))
     if len(left) == len(known):
         raise ConfigError(f"group_size: {form.group_size} divides the inputs of no matrix", "Use a smaller one, as 32.")
-    formats = {f"{name}.weight": (name, form.bits, form.group_size) for name in known if name not in left}
+    formats = {
+        config.parameter_shapes.quantized_parameter(shapes, name): (name, form.bits, form.group_size)
+        for name in known
+        if name not in left
+    }
     is_language, is_tied = isinstance(model.head, model_lib.heads.LanguageHead), handle.config.tie_embeddings
     has_fit = is_language and _fits(config.head_input_size(handle.config), form.head_bits, form.head_group_size)
     if has_fit:
@@ -155,17 +159,17 @@ def quantize_checkpoint(
         formats[source] = (config.parameter_shapes.QUANTIZED_HEAD, form.head_bits, form.head_group_size)
     else:
         form = form._replace(head_bits=0, head_group_size=0)
-    tensors, before, worst, head_copy = dict[str, Tensor](), 0, 0.0, 0
+    tensors, before, quantized, worst, head_copy = dict[str, Tensor](), 0, 0, 0.0, 0
     for name, tensor in handle.weights():
         before += tensor.nbytes
         is_copied = is_tied and name == "embedding.tokens.weight"
         if name in formats:
             module, bits, group_size = formats[name]
-            matrix = ops.quantized_linear.quantize_matrix(tensor, bits, group_size or tensor.shape[1])
-            matrix = matrix.with_half_scales()
-            error = (matrix.dequantize(torch.float32) - tensor.float()).abs().max()
-            worst = max(worst, float(error / tensor.abs().max().clamp_min(1e-30)))
-            tensors |= {f"{module}.{part}": value for part, value in matrix.tensors().items()}
+            matrix, error = _quantize(tensor, bits, group_size or tensor.shape[-1])
+            quantized += tensor.shape[:-2].numel()
+            worst = max(worst, error)
+            parts = matrix.tensors().items()
+            tensors |= {f"{module}.{part}": value.view(*tensor.shape[:-1], -1) for part, value in parts}
             head_copy += matrix.num_bytes if is_copied else 0
         if name not in formats or is_copied:
             tensors[name] = tensor
@@ -182,7 +186,28 @@ def quantize_checkpoint(
         quantization=form._asdict(),
     )
     after = sum(tensor.nbytes for tensor in tensors.values())
-    return QuantizationResult(before, after, len(formats), left, worst, form.head_bits, head_copy)
+    return QuantizationResult(before, after, quantized, left, worst, form.head_bits, head_copy)
+
+
+def _quantize(tensor: Tensor, bits: int, group_size: int) -> tuple[ops.quantized_linear.QuantizedMatrix, float]:
+    """Quantize a matrix [out, in], or experts [experts, out, in] one at a time.
+
+    Returns:
+        The matrix, with the rows of one expert after another; the largest error of a weight as a share of the largest
+        one of its matrix.
+    """
+    experts = (tensor,) if tensor.dim() == 2 else tensor.unbind()
+    each = [ops.quantized_linear.quantize_matrix(expert, bits, group_size) for expert in experts]
+    parts = {part: torch.cat([matrix.tensors()[part] for matrix in each]) for part in each[0].tensors()}
+    matrix = ops.quantized_linear.QuantizedMatrix(
+        parts["data"], parts["scale"], parts.get("minimum"), bits, group_size
+    ).with_half_scales()
+    worst, rows = 0.0, tensor.shape[-2]
+    for index, expert in enumerate(experts):
+        numbers = matrix.dequantize(torch.float32, slice(index * rows, (index + 1) * rows))
+        error = numbers.sub_(expert).abs().max()
+        worst = max(worst, float(error / expert.abs().max().clamp_min(1e-30)))
+    return matrix, worst
 
 
 def _fits(width: int, bits: int, group_size: int) -> bool:

@@ -118,15 +118,21 @@ class CheckpointHandle(ABC):
         """Matrices, by the name of their layer, that are computed with as they are stored."""
         return {}
 
+    def quantized_bytes(self) -> tuple[dict[str, int], int]:
+        """Return the bytes of ``quantized_matrices``: by the parameter that one replaces, and of a tied head's copy."""
+        shapes, sizes, head_copy = config_lib.parameter_shapes.weight_shapes(self.config), dict[str, int](), 0
+        for module, matrix in self.quantized_matrices.items():
+            parameter = config_lib.parameter_shapes.quantized_parameter(shapes, module)
+            if parameter is None:
+                head_copy = matrix.num_bytes
+            else:
+                sizes[parameter] = matrix.num_bytes
+        return sizes, head_copy
+
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of the loaded weights, if those that are not quantized have a dtype."""
-        shapes = config_lib.parameter_shapes
-        size = shapes.weight_bytes(self.config, dtype)
-        for module, matrix in self.quantized_matrices.items():
-            size += matrix.num_bytes
-            if shapes.quantized_parameter(self.config, module) is not None:
-                size -= matrix.out_features * matrix.in_features * shapes.DTYPE_BYTES[dtype]
-        return size
+        sizes, head_copy = self.quantized_bytes()
+        return head_copy + config_lib.parameter_shapes.weight_bytes(self.config, dtype, sizes)
 
     def weight_files(self) -> list[ops.native.WeightFile]:
         """Return the mapped files that ``weights`` yields tensors of, for ``ops.native.PackedStore``."""
@@ -186,13 +192,16 @@ class CheckpointHandle(ABC):
         return digest.hexdigest()
 
 
-def quantizable(model: model_lib.Transformer) -> Iterator[tuple[str, ops.linear.Linear]]:
-    """Yield the products of attention and MLPs, and their names."""
+def quantizable(model: model_lib.Transformer) -> Iterator[tuple[str, int]]:
+    """Yield the names of the matrices of attention, MLPs and experts, and the numbers of their inputs."""
     for name, module in model.named_modules():
         if isinstance(module, MODULES):
             for child, layer in module.named_children():
                 if type(layer) is ops.linear.Linear:
-                    yield f"{name}.{child}", layer
+                    yield f"{name}.{child}", layer.in_features
+        elif isinstance(module, model_lib.layers.MixtureOfExperts):
+            for child in ("gate", "up", "down"):
+                yield f"{name}.{child}", getattr(module, child).shape[-1]
 
 
 def _checksum(entry: Mapping[str, Any]) -> str:

@@ -10,8 +10,9 @@ A checkpoint folder in kvad's layout::
 
 After ``kvad quantize``, config.json has ``"quantization": {"bits", "group_size", "head_bits", "head_group_size"}``
 (sizes of 0: one scale for each row; head_bits 0: not quantized), and products of attention and MLPs have ``.data``,
-``.scale`` and, with 4 bits, ``.minimum`` (``kvad.ops.quantized_linear``) instead of ``.weight``. Those of the head are
-``head.output.data`` and so on instead of ``head.weight``; a tied head's are a copy of the token table, which remains.
+``.scale`` and, with 4 bits, ``.minimum`` (``kvad.ops.quantized_linear``) instead of ``.weight``. Those of experts are
+``mlp.gate.data`` [experts, out, ...] and so on instead of ``mlp.gate``. Those of the head are ``head.output.data`` and
+so on instead of ``head.weight``; a tied head's are a copy of the token table, which remains.
 
 In Hugging Face's layout, which ``transformers`` loads unchanged, config.json is a family's, model.safetensors has its
 tensor names, and generation_config.json has the generation defaults (``hf_layout.py``); nothing about the model is
@@ -206,10 +207,10 @@ class NativeCheckpoint(CheckpointHandle):
     def _read_matrix(
         self, module: str, shape: tuple[int, ...], bits: int, group_size: int
     ) -> ops.quantized_linear.QuantizedMatrix:
-        """Read a matrix; a CheckpointError names a tensor that is missing, or of another shape or dtype."""
-        stored, (out, width) = self.tensors, shape
+        """Read a matrix or those of experts; a CheckpointError names a tensor that is missing or of another form."""
+        stored, (*rows, width) = self.tensors, shape
         group_size = group_size or width
-        expected = {"data": (out, width * bits // 8), "scale": (out, width // group_size)}
+        expected = {"data": (*rows, width * bits // 8), "scale": (*rows, width // group_size)}
         expected |= {"minimum": expected["scale"]} if bits == 4 else {}
         dtypes = {"data": torch.int8 if bits == 8 else torch.uint8}
         for part, part_shape in expected.items():
@@ -221,7 +222,7 @@ class NativeCheckpoint(CheckpointHandle):
             if tuple(tensor.shape) != part_shape or tensor.dtype not in known:
                 found = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
                 raise CheckpointError(f"{where} has shape {found}, the config requires {list(part_shape)}")
-        parts = [stored[f"{module}.{part}"] for part in expected]
+        parts = [stored[f"{module}.{part}"].flatten(0, -2) for part in expected]
         return ops.quantized_linear.QuantizedMatrix(
             parts[0], parts[1], parts[2] if bits == 4 else None, bits, group_size
         )
@@ -229,23 +230,26 @@ class NativeCheckpoint(CheckpointHandle):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors; a tied head is the token table.  A CheckpointError names both shapes if they differ."""
         yield from self._unquantized_weights()
+        shapes = config_lib.parameter_shapes.weight_shapes(self.config)
         for module, matrix in self.quantized_matrices.items():
-            name = config_lib.parameter_shapes.quantized_parameter(self.config, module)
+            name = config_lib.parameter_shapes.quantized_parameter(shapes, module)
             if name is not None:
-                yield name, matrix.dequantize(self.stored_dtype)
+                weight = torch.empty(shapes[name], dtype=self.stored_dtype)
+                rows = weight.shape[-2]
+                for index, expert in enumerate(weight.view(-1, rows, weight.shape[-1])):
+                    expert.copy_(matrix.dequantize(weight.dtype, slice(index * rows, (index + 1) * rows)))
+                yield name, weight
 
     def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         return converted(self._unquantized_weights(), dtype)
 
     def _unquantized_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.check_weights()
-        shapes = config_lib.parameter_shapes.weight_shapes(self.config)
-        for name, matrix in self.quantized_matrices.items():
-            if (parameter := config_lib.parameter_shapes.quantized_parameter(self.config, name)) is not None:
-                del shapes[parameter]
-            shapes |= {f"{name}.{part}": tuple(tensor.shape) for part, tensor in matrix.tensors().items()}
-        check_tensors(self.tensors, shapes)
-        parts = {f"{name}.{part}" for name, matrix in self.quantized_matrices.items() for part in matrix.tensors()}
+        matrices, expected = self.quantized_matrices, config_lib.parameter_shapes.weight_shapes(self.config)
+        replaced = {config_lib.parameter_shapes.quantized_parameter(expected, name) for name in matrices}
+        parts = {f"{name}.{part}" for name, matrix in matrices.items() for part in matrix.tensors()}
+        shapes = {name: shape for name, shape in expected.items() if name not in replaced}
+        check_tensors(self.tensors, shapes | {part: self.tensors.shape(part) for part in parts})
         yield from ((name, tensor) for name, tensor in self.tensors.items() if name not in parts)
 
 

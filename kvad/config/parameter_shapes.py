@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvad.config import layers as cfg
@@ -78,24 +79,27 @@ def mismatches(config: ModelConfig, stored: Mapping[str, TensorShape]) -> list[s
     return lines
 
 
-def quantized_parameter(config: ModelConfig, module: str) -> str | None:
-    """Return the parameter that a quantized matrix replaces; None: a tied head, whose table remains."""
+def quantized_parameter(shapes: Mapping[str, TensorShape], module: str) -> str | None:
+    """Return the parameter, one of ``shapes``, that a quantized matrix replaces.
+
+    Experts are a parameter, other matrices the weight of a module. None: a tied head, whose table remains.
+    """
     if module == QUANTIZED_HEAD:
-        return None if config.tie_embeddings else "head.weight"
-    return f"{module}.weight"
+        return "head.weight" if "head.weight" in shapes else None
+    return module if module in shapes else f"{module}.weight"
 
 
 def dequantized_shapes(config: ModelConfig, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
     """Replace the tensors of each matrix of ``kvad quantize`` by the matrix; that of a tied head is no parameter."""
-    shapes = dict(stored)
+    shapes, expected = dict(stored), weight_shapes(config)
     for name in stored:
         module, _, part = name.rpartition(".")
         if part == "data" and f"{module}.scale" in shapes:
-            rows, width = shapes.pop(name)
+            *rows, width = shapes.pop(name)
             del shapes[f"{module}.scale"]
             has_minimum = shapes.pop(f"{module}.minimum", None) is not None
-            if (parameter := quantized_parameter(config, module)) is not None:
-                shapes[parameter] = rows, width * (2 if has_minimum else 1)
+            if (parameter := quantized_parameter(expected, module)) is not None:
+                shapes[parameter] = *rows, width * (2 if has_minimum else 1)
     return shapes
 
 
@@ -113,9 +117,13 @@ def num_active_parameters(config: ModelConfig) -> int:
     return count
 
 
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Return the bytes of all weights."""
-    return sum(math.prod(shape) * number_bytes(name, dtype) for name, shape in weight_shapes(config).items())
+def weight_bytes(config: ModelConfig, dtype: str, quantized: Mapping[str, int] = MappingProxyType({})) -> int:
+    """Return the bytes of all weights; ``quantized`` has those of quantized parameters, by name."""
+    shapes = weight_shapes(config)
+    return sum(
+        quantized[name] if name in quantized else math.prod(shape) * number_bytes(name, dtype)
+        for name, shape in shapes.items()
+    )
 
 
 def number_bytes(name: str, dtype: str) -> int:

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvad import cache as cache_lib
@@ -37,11 +38,14 @@ BYTE_FIELDS = (
 
 
 class QuantizedSize(NamedTuple):
-    """Size of quantized matrices."""
+    """Bytes of quantized matrices."""
 
-    numbers: int
-    stored: int  # bytes
-    head_copy: int = 0  # bytes of them of a tied head's copy of the token table
+    parameters: Mapping[str, int] = MappingProxyType({})  # by the parameter that a matrix replaces
+    head_copy: int = 0  # of a tied head's copy of the token table
+
+    def weight_bytes(self, config: ModelConfig, dtype: str) -> int:
+        """Return the bytes of all weights, if those that are not quantized have a dtype."""
+        return config_lib.parameter_shapes.weight_bytes(config, dtype, self.parameters) + self.head_copy
 
 
 class PlanTarget(NamedTuple):
@@ -51,7 +55,7 @@ class PlanTarget(NamedTuple):
     config: ModelConfig
     stored_dtype: str | None = None  # of a checkpoint's weights
     origin: str | None = None  # a Hugging Face ``model_type``
-    quantized: QuantizedSize = QuantizedSize(0, 0)  # of matrices that are computed with as they are stored
+    quantized: QuantizedSize = QuantizedSize()  # of matrices that are computed with as they are stored
 
 
 class DecodeSpeed(NamedTuple):
@@ -109,10 +113,7 @@ def read_target(text: str) -> PlanTarget:
         path = checkpoint.hub.resolve_model_path(text, weights=False)
     if path.is_file() and path.suffix == ".gguf":
         handle = checkpoint.gguf.GGUFCheckpoint(path)
-        matrices = handle.quantized_matrices.values()
-        numbers = sum(matrix.out_features * matrix.in_features for matrix in matrices)
-        quantized = QuantizedSize(numbers, sum(matrix.num_bytes for matrix in matrices))
-        dtype = str(handle.stored_dtype).removeprefix("torch.")
+        dtype, quantized = str(handle.stored_dtype).removeprefix("torch."), QuantizedSize(*handle.quantized_bytes())
         return PlanTarget(text, handle.config, dtype, handle.origin, quantized=quantized)
     if path.is_dir():
         folder = checkpoint.folder.locate(path)
@@ -133,20 +134,20 @@ def read_target(text: str) -> PlanTarget:
 def _quantized_size(file: Path, config: ModelConfig) -> QuantizedSize:
     """Add the sizes of the matrices of ``kvad quantize`` in a tensor file; a tied head's copy replaces no number."""
     tensors = {tensor.name: tensor for tensor in checkpoint.safetensors_header.read_headers(file)}
-    numbers = stored = head_copy = 0
-    for name, data in tensors.items():
+    shapes, parameters, head_copy = config_lib.parameter_shapes.weight_shapes(config), dict[str, int](), 0
+    for name in tensors:
         module, _, part = name.rpartition(".")
         if part != "data" or f"{module}.scale" not in tensors:
             continue
         size = sum(
             tensors[f"{module}.{each}"].bytes for each in ("data", "scale", "minimum") if f"{module}.{each}" in tensors
         )
-        stored += size
-        if config_lib.parameter_shapes.quantized_parameter(config, module) is None:
+        parameter = config_lib.parameter_shapes.quantized_parameter(shapes, module)
+        if parameter is None:
             head_copy = size
         else:
-            numbers += data.bytes * (2 if f"{module}.minimum" in tensors else 1)
-    return QuantizedSize(numbers, stored, head_copy)
+            parameters[parameter] = size
+    return QuantizedSize(parameters, head_copy)
 
 
 def _content(path: Path) -> Mapping[str, Any]:
@@ -223,29 +224,26 @@ def plan_target(
         dtype=dtype or weights,
         **cache,
     )
-    shapes, quantized = config_lib.parameter_shapes, target.quantized
     if weights not in config_lib.DTYPE_BYTES:
         raise ConfigError(f"dtype: unknown dtype {weights!r}", suggest(weights, config_lib.DTYPE_BYTES))
-    unquantized = shapes.weight_bytes(target.config, weights) - quantized.numbers * config_lib.DTYPE_BYTES[weights]
     plan = plan_memory(
         target.config,
         config,
         weights_dtype=weights,
-        weights=unquantized + quantized.stored,
+        weights=target.quantized.weight_bytes(target.config, weights),
         max_num_batched_tokens=budget,
         summarizer_shape=learned,
         deterministic=deterministic,
     )
-    return replace(plan, head_copy=quantized.head_copy)
+    return replace(plan, head_copy=target.quantized.head_copy, quantized=target.quantized.parameters)
 
 
 def with_speculation(plan: MemoryPlan, num_drafts: int, draft: PlanTarget | None) -> MemoryPlan:
     """Add speculative decoding with up to ``num_drafts`` drafts per step, those of a draft model, if any."""
     plan = replace(plan, num_drafts=num_drafts)
     if draft is not None:
-        config, quantized, dtype = draft.config, draft.quantized, plan.weights_dtype
-        numbers = config_lib.parameter_shapes.weight_bytes(config, dtype)
-        weights = numbers - quantized.numbers * config_lib.DTYPE_BYTES[dtype] + quantized.stored
+        config, dtype = draft.config, plan.weights_dtype
+        weights = draft.quantized.weight_bytes(config, dtype)
         cache = sizing.draft_cache(config, plan.cache, dtype)
         plan = replace(plan, draft=plan_memory(config, cache, weights_dtype=dtype, weights=weights))
     return sizing.memory_plan.plan_with(plan, plan.cache)

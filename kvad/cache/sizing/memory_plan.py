@@ -18,8 +18,8 @@ Combinations of a model and a cache that are not supported are refused, with the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvad import config as config_lib
@@ -120,6 +120,7 @@ class MemoryPlan(PoolPlan):
     summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None  # None: means
     deterministic: bool = False  # batch-invariant
     head_copy: int = 0  # part of the weights: a tied head's quantized copy of the token table
+    quantized: Mapping[str, int] = field(default_factory=dict)  # part of the weights: quantized parameters, by name
     num_drafts: int = 0  # speculative decoding: drafts of a sequence per step
     draft: MemoryPlan | None = None  # of the draft model and its cache
     adapters: int = 0  # factors of the adapters that requests choose, and at most their terms in a step
@@ -300,17 +301,18 @@ def _idle_bytes(plan: MemoryPlan, num_seqs: int) -> int:
     """Return the bytes that a decode step does not read: encoder, k and v of cross-attention, unused experts."""
     if plan.config.decoder is None:
         return 0
-    numbers = 0
+    idle, dtype_bytes = 0, config_lib.DTYPE_BYTES[plan.weights_dtype]
     for parameter in config_lib.parameter_shapes.parameters(plan.config):
-        size, parts = math.prod(parameter.shape), parameter.name.split(".")
+        name, parts = parameter.name, parameter.name.split(".")
+        size = plan.quantized[name] if name in plan.quantized else math.prod(parameter.shape) * dtype_bytes
         # lookup_bytes has the encoder's tables.
         is_source = parts[0] == "encoder" or (parts[0] == "encoder_embedding" and parts[1] in ("norm", "projection"))
         if is_source or parts[-3:-1] in (["cross_attention", "k"], ["cross_attention", "v"]):
-            numbers += size
+            idle += size
         elif parameter.experts_per_token:
             num_experts = parameter.shape[0]
-            numbers += size // num_experts * max(0, num_experts - num_seqs * parameter.experts_per_token)
-    return numbers * config_lib.DTYPE_BYTES[plan.weights_dtype]
+            idle += size // num_experts * max(0, num_experts - num_seqs * parameter.experts_per_token)
+    return idle
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:

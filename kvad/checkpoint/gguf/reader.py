@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import mmap
 import re
 import shutil
@@ -17,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvad import config as config_lib
 from kvad import model as model_lib
 from kvad import ops, storage
-from kvad.checkpoint.conversion import SAME, STACKED, HFConfigReader, TensorRule, read_tensors
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, read_tensors
 from kvad.checkpoint.gguf import tokenizer
 from kvad.checkpoint.gguf.architectures import find_architecture
 from kvad.checkpoint.gguf.metadata import DIVISORS, Architecture, FileContents, Packing, config_json
@@ -39,7 +41,7 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class GGUFCheckpoint(HFCheckpoint):
-    """A GGUF file, whose matrices of attention and MLPs are computed with as they are, if their format allows it.
+    """A GGUF file; matrices of attention, MLPs and experts are computed with as they are, if their format allows it.
 
     Other quantized tensors are dequantized one at a time, and stored as bfloat16 by default.
     """
@@ -133,32 +135,28 @@ class GGUFCheckpoint(HFCheckpoint):
 
     @cached_property
     def quantized_matrices(self) -> Mapping[str, ops.block_matrix.BlockMatrix]:
-        """The matrices of attention and MLPs in a block format (``ops/block_matrix.py``), by their layers.
+        """The matrices of attention, MLPs and experts in a block format (``ops/block_matrix.py``), by their layers.
 
         Raises:
             CheckpointError: If a scale is NaN or infinite.
         """
         with torch.device("meta"):
-            layers = {name for name, _ in quantizable(model_lib.Transformer(self.config))}
-        matrices: dict[str, ops.block_matrix.BlockMatrix] = {}
-        for rule in self.family.tensor_rules(self.transformer_config):
-            names = [name.removesuffix(".weight") for name in rule.kvad_names]
-            matrix = self.tensors.block_matrix(rule.hf_names[0]) if _keeps_rows(rule) else None
-            if matrix is None or not layers.issuperset(names) or rule.shapes[0][1] != matrix.in_features:
-                continue
-            start = 0
-            for name, (rows, _) in zip(names, rule.shapes, strict=True):
-                part, start = slice(start, start + rows), start + rows
-                order = None if matrix.order is None else matrix.order[part]
-                blocks = matrix.blocks if order is not None else matrix.blocks[part]
-                matrices[name] = ops.block_matrix.BlockMatrix(blocks, order, matrix.kind)
-        return matrices
+            model = model_lib.Transformer(self.config)
+        shapes = config_lib.parameter_shapes.weight_shapes(self.config)
+        names = {config_lib.parameter_shapes.quantized_parameter(shapes, name): name for name, _ in quantizable(model)}
+        return {
+            names[parameter]: matrix
+            for rule in self.family.tensor_rules(self.transformer_config)
+            if any(name in names for name in rule.kvad_names)
+            for parameter, matrix in self.tensors.block_matrices(rule).items()
+            if parameter in names
+        }
 
     def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors but those of ``quantized_matrices``; no other is dequantized."""
-        quantized = {f"{name}.weight" for name in self.quantized_matrices}
+        quantized = self.quantized_bytes()[0]
         rules = self.family.tensor_rules(self.transformer_config)
-        unread = {name for rule in rules if quantized.issuperset(rule.kvad_names) for name in rule.hf_names}
+        unread = {name for rule in rules if quantized.keys() >= set(rule.kvad_names) for name in rule.hf_names}
         stored = _PartlyRead(self.tensors, unread)
         weights = read_tensors(self.family, self.transformer_config, stored, str(self.path))
         yield from converted((pair for pair in weights if pair[0] not in quantized), dtype or self.stored_dtype)
@@ -167,12 +165,6 @@ class GGUFCheckpoint(HFCheckpoint):
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the largest tensor, bfloat16 if it is quantized."""
         return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
-
-
-def _keeps_rows(rule: TensorRule) -> bool:
-    """Return True if the rows of a matrix are those of one or more of kvad's, in the same order."""
-    is_plain = rule.transform is SAME or rule.transform is STACKED
-    return is_plain and len(rule.hf_names) == 1 and all(len(shape) == 2 for shape in rule.shapes)
 
 
 class _PartlyRead(LazyTensors):
@@ -232,16 +224,16 @@ class RawTensors(LazyTensors):
         return str(self._entries[name].tensor_type.name)
 
     def blocks(self, name: str, content: mmap.mmap) -> Tensor | None:
-        """Return the blocks [out, blocks of a row, bytes] of a matrix, mapped, or None if its format is another one."""
+        """Return the blocks [rows, blocks of a row, bytes] of a tensor, mapped; None if its format is another one."""
         tensor, known = self._entries[name], ops.block_matrix.BLOCK_FORMATS.get(self.kind(name))
-        if known is None or len(tensor.shape) != 2 or int(tensor.shape[0]) % known.size:
+        *rows, width = self.shape(name)
+        if known is None or width % known.size:
             return None
-        rows, width = self.shape(name)
         start, size = int(tensor.data_offset), int(tensor.n_bytes)
         if start + size > len(content):
             raise CheckpointError(f"{self.path} is truncated in tensor {name}", "Download or copy it again.")
         raw = torch.frombuffer(content, dtype=torch.uint8, count=size, offset=start)
-        blocks: Tensor = raw.view(rows, width // known.size, known.num_bytes)
+        blocks: Tensor = raw.view(math.prod(rows), width // known.size, known.num_bytes)
         if not ops.block_matrix.BlockMatrix(blocks, None, self.kind(name)).is_finite:
             raise self._nonfinite(name)
         return blocks
@@ -288,38 +280,58 @@ class GGUFTensors(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         location = self._entries[name]
-        parts = [self._raw.part(part, location.expert) for part in location.names]
+        return self._convert(location, [self._raw.part(part, location.expert) for part in location.names])
+
+    def _convert(self, location: TensorLocation, parts: list[Tensor]) -> Tensor:
         if location.packing is not None:
             return location.packing.read(parts)
         return self._architecture.convert(location.names[0], parts[0], self._content)
 
-    def block_matrix(self, name: str) -> ops.block_matrix.BlockMatrix | None:
-        """Return a matrix in a block format with the rows of Hugging Face's, or None if it is no such matrix."""
-        location = self._entries.get(name)
-        if location is None or location.packing is not None or location.expert is not None:
-            return None
-        raw_name = location.names[0]
-        shape = self._raw.shape(raw_name)
-        if len(shape) != 2 or self.shape(name) != shape:  # a transposed one
-            return None
-        blocks = self._raw.blocks(raw_name, self._checkpoint.content)
-        if blocks is None:
-            return None
-        rows = torch.arange(shape[0])[:, None]
-        order = self._architecture.convert(raw_name, rows, self._content)
-        if order.shape != rows.shape:
-            return None
-        is_sorted = torch.equal(order, rows)
-        kind = self._raw.kind(raw_name)
-        return ops.block_matrix.BlockMatrix(blocks, None if is_sorted else order[:, 0].contiguous(), kind)
+    def block_matrices(self, rule: TensorRule) -> dict[str, ops.block_matrix.BlockMatrix]:
+        """Return the matrices of a rule, by kvad's names, whose rows are those of one tensor in a block format.
+
+        Tensors of two columns, the number of a tensor and that of a row, are converted as the weights are. Example: q
+        of a head with 4 rows that are stored for rotary pairs has the rows 0, 2, 1, 3.
+        """
+        locations = [self._entries[name] for name in rule.hf_names if name in self._entries]
+        names = list(dict.fromkeys(name for location in locations for name in location.names))
+        blocks = [self._raw.blocks(name, self._checkpoint.content) for name in names]
+        if len(locations) < len(rule.hf_names) or all(part is None for part in blocks):
+            return {}
+        numbers = {}
+        for index, name in enumerate(names):
+            rows = self._raw.shape(name)[:-1]
+            numbers[name] = torch.stack([torch.full(rows, index), torch.arange(math.prod(rows)).view(rows)], -1)
+        try:
+            parts = [
+                self._convert(each, [numbers[name][... if each.expert is None else each.expert] for name in each.names])
+                for each in locations
+            ]
+            converted = rule.transform.read(parts, [(*shape[:-1], 2) for shape in rule.shapes])
+        except (IndexError, RuntimeError):  # the rows are others, as those of transposed matrices
+            return {}
+        matrices = {}
+        for parameter, shape, pairs in zip(rule.kvad_names, rule.shapes, converted, strict=True):
+            index = int(pairs.flatten()[0])
+            if (
+                pairs.shape != (*shape[:-1], 2)
+                or index not in range(len(names))
+                or bool((pairs[..., 0] != index).any())
+            ):
+                continue
+            stored, order = blocks[index], pairs[..., 1].flatten().contiguous()
+            if stored is not None and self._raw.shape(names[index])[-1] == shape[-1]:
+                kind, selected = self._raw.kind(names[index]), slice(int(order[0]), int(order[0]) + len(order))
+                if torch.equal(order, torch.arange(selected.start, selected.stop)):
+                    matrices[parameter] = ops.block_matrix.BlockMatrix(stored[selected], None, kind)
+                else:
+                    matrices[parameter] = ops.block_matrix.BlockMatrix(stored, order, kind)
+        return matrices
 
     def shape(self, name: str) -> tuple[int, ...]:
         location = self._entries[name]
-        parts = [torch.empty(self._raw.shape(part), device="meta") for part in location.names]
-        if location.packing is not None:
-            return tuple(location.packing.read(parts).shape)
-        part = parts[0] if location.expert is None else parts[0][0]
-        return tuple(self._architecture.convert(location.names[0], part, self._content).shape)
+        shapes = [self._raw.shape(part)[0 if location.expert is None else 1 :] for part in location.names]
+        return tuple(self._convert(location, [torch.empty(shape, device="meta") for shape in shapes]).shape)
 
     def dtype(self, name: str) -> torch.dtype:
         return self._raw.dtype(self._entries[name].names[0])

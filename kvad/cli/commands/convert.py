@@ -227,10 +227,10 @@ class _QuantizeOptions(ModelArgument, JsonOption):
 
 @command("quantize", _QuantizeOptions)
 def quantize_command(options: _QuantizeOptions) -> None:
-    """Store the matrices of attention and MLPs as int8 or int4, and the head as int8: less memory, faster decoding.
+    """Store attention, MLPs and experts as int8 or int4, and the head as int8: less memory, faster decoding.
 
     Each group of weights has a scale, with 4 bits also a minimum; activations keep their precision, unless a command
-    gets --activation-bits 8. Embeddings, norms, biases and experts stay as they are, so a head that is tied to the
+    gets --activation-bits 8. Embeddings, norms, biases and routers stay as they are, so a head that is tied to the
     token table gets a copy. Every command reads OUT; training and export read dequantized weights, and the token
     table of a tied head.
 
