@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad import ops
@@ -94,12 +94,13 @@ def _products(model: Transformer) -> Iterator[MatmulShape]:
             yield MatmulShape(latent.kv_lora_rank, latent.v_head_dim, dtype)
         elif isinstance(module, ops.linear.Linear) and module not in packed:
             computed = torch.promote_types(dtype, torch.float32) if isinstance(module, Router) else dtype
-            yield MatmulShape(module.in_features, module.out_features, computed, module.bias is not None)
+            has_bias = module.bias is not None and not isinstance(module, ops.quantized_linear.QuantizedLinear)
+            yield MatmulShape(module.in_features, module.out_features, computed, has_bias)
         elif isinstance(module, MixtureOfExperts):
             packed.update(each for each in (module.gate, module.up, module.down) if isinstance(each, nn.Module))
             width, size = module.router.in_features, module.spec.intermediate_size
-            yield MatmulShape(width, size, dtype, module.gate_bias is not None)
-            yield MatmulShape(size, width, dtype, module.down_bias is not None)
+            for weights, *sizes in ((module.gate, width, size), (module.up, width, size), (module.down, size, width)):
+                yield MatmulShape(*sizes, dtype, module.spec.bias and isinstance(weights, Tensor))
         elif isinstance(module, (LanguageHead, ClassificationHead)):
             if isinstance(module, LanguageHead) and module.output is not None:
                 continue  # a Linear of its own

@@ -114,6 +114,7 @@ class _PlainLinear(nn.Module):
         super().__init__()
         self.matrix = layer.matrix if isinstance(layer, ops.quantized_linear.QuantizedLinear) else None
         self.weight, self.bias, self.tiles = None if self.matrix else layer.weight, layer.bias, None
+        self.out_features = layer.out_features
         self.is_rounded = getattr(layer, "activation_bits", None) is not None  # its inputs are
 
     def forward(self, x: Tensor) -> Tensor:

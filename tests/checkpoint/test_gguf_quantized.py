@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,19 +59,24 @@ def write(folder: Path, kinds: dict[str, str], model_type: str = "llama") -> Pat
     folder.mkdir(exist_ok=True)
     model = config(model_type)
     save_checkpoint(folder / "plain", model, build(model, dtype=torch.float32).state_dict(), None, origin=model_type)
-    gguf_lib.export_gguf(checkpoint.open_checkpoint(folder / "plain"), folder / "plain.gguf", "float32")
-    reader, generator = gguf.GGUFReader(folder / "plain.gguf"), np.random.default_rng(0)
-    path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, model_type)
+    return with_blocks(folder / "plain", folder / "model.gguf", kinds)
+
+
+def with_blocks(plain: Path, path: Path, kinds: dict[str, str]) -> Path:
+    """Export a checkpoint as ``write`` does, with random blocks instead of its matrices and its experts."""
+    architecture = gguf_lib.export_gguf(checkpoint.open_checkpoint(plain), plain.with_suffix(".gguf"), "float32")
+    reader, generator = gguf.GGUFReader(plain.with_suffix(".gguf")), np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             gguf_lib.writer._add(writer, field.name, field.contents())
     for tensor in reader.tensors:
         names = [part for part in kinds if part and part in tensor.name]
         kind = kinds[names[0]] if names else kinds.get("")
-        if len(tensor.shape) == 2 and kind in BLOCK_FORMATS:
-            columns, rows = (int(size) for size in tensor.shape)
-            data = blocks(kind, rows, columns, generator)
+        columns, *rows = (int(size) for size in tensor.shape)
+        is_matrix = rows and tensor.name.endswith(".weight")
+        if is_matrix and kind in BLOCK_FORMATS and columns % BLOCK_FORMATS[kind].size == 0:
+            data = blocks(kind, math.prod(rows), columns, generator).reshape(*reversed(rows), -1)
             writer.add_tensor(tensor.name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:
             writer.add_tensor(tensor.name, np.array(tensor.data))
@@ -92,7 +99,7 @@ def load(path: Path, **options: object) -> LLM:
     return LLM.load(path, max_num_seqs=1, max_seq_len=48, **options)  # type: ignore[arg-type]
 
 
-def engine_logits(llm: LLM) -> torch.Tensor:
+def engine_logits(llm: LLM, tokens: Sequence[int] = TOKENS) -> torch.Tensor:
     """Return the logits after the tokens, as the engine computes them."""
     results: list[torch.Tensor] = []
     original = llm.engine.runner.execute
@@ -102,7 +109,7 @@ def engine_logits(llm: LLM) -> torch.Tensor:
         return results[-1]
 
     llm.engine.runner.execute = execute  # type: ignore[method-assign, assignment]
-    llm.generate([TOKENS], max_tokens=8, temperature=0)
+    llm.generate([list(tokens)], max_tokens=8, temperature=0)
     return torch.cat(results)
 
 
