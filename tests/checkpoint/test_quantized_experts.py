@@ -23,6 +23,7 @@ from kvad.config import parameter_shapes
 from kvad.engine.options import EngineConfig
 from kvad.errors import CheckpointError, ConfigError
 from kvad.llm import LLM
+from kvad.model import batch_invariant
 from kvad.model.layers import MixtureOfExperts
 from kvad.model.transformer import Transformer
 from kvad.ops.block_matrix import BlockLinear
@@ -174,6 +175,15 @@ def test_deterministic_experts_give_the_same_bits_in_any_batch(tmp_path: Path, s
     for prompt, together in zip(prompts, many.generate(prompts, **options), strict=True):
         alone = one.generate(prompt, **options)
         assert alone.tokens == together.tokens and alone.logprobs == together.logprobs
+
+
+def test_products_of_quantized_matrices_are_tested_without_their_biases(tmp_path: Path) -> None:
+    """The bias is added to the product, so that a product with one would be another kernel."""
+    found = []
+    for path in (tmp_path / "plain", quantized(tmp_path, "gpt-oss")):
+        products = list(batch_invariant._products(checkpoint.loader.load_model(path)[0]))
+        found.append({(each.in_features, each.out_features) for each in products if each.bias})
+    assert found == [{(64, 32), (64, 16), (32, 64), (64, 96), (96, 64), (64, 5)}, {(64, 5)}]  # the router's remains
 
 
 # ---------------------------------------------------------------- GGUF
