@@ -99,8 +99,12 @@ def _products(model: Transformer) -> Iterator[MatmulShape]:
         elif isinstance(module, MixtureOfExperts):
             packed.update(each for each in (module.gate, module.up, module.down) if isinstance(each, nn.Module))
             width, size = module.router.in_features, module.spec.intermediate_size
-            for weights, *sizes in ((module.gate, width, size), (module.up, width, size), (module.down, size, width)):
-                yield MatmulShape(*sizes, dtype, module.spec.bias and isinstance(weights, Tensor))
+            for part, inputs, outputs in (
+                (module.gate, width, size),
+                (module.up, width, size),
+                (module.down, size, width),
+            ):
+                yield MatmulShape(inputs, outputs, dtype, module.spec.bias and isinstance(part, Tensor))
         elif isinstance(module, (LanguageHead, ClassificationHead)):
             if isinstance(module, LanguageHead) and module.output is not None:
                 continue  # a Linear of its own
