@@ -182,6 +182,7 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         generation_prompt: bool = True,
         continue_final: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation in a chat template (``ChatTemplate.render``).
 
@@ -192,7 +193,11 @@ class PromptEncoder:
         if template is None:
             raise RequestError("this model has no chat template", "Use generate() with a text, or /v1/completions.")
         rendered = template.render(
-            messages, tools=tools, generation_prompt=generation_prompt, continue_final=continue_final
+            messages,
+            tools=tools,
+            generation_prompt=generation_prompt,
+            continue_final=continue_final,
+            variables=variables,
         )
         return self.require_tokenizer().encode(rendered.text, specials=True)
 

@@ -346,6 +346,7 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         generation_prompt: bool = True,
         continue_final: bool = False,
+        variables: Mapping[str, Any] | None = None,
         adapter: str = "",
     ) -> list[int]:
         """Return the token ids of a conversation; blocks while another process renders the template.
@@ -355,6 +356,7 @@ class AsyncLLM:
             tools: JSON schemas of the tools that the template names.
             generation_prompt: End with the start of the assistant's turn.
             continue_final: End inside the last message, to continue it.
+            variables: Further variables of the template.
             adapter: Name of the adapter that answers, which may have a template.
 
         Raises:
@@ -367,6 +369,7 @@ class AsyncLLM:
             tools=tools,
             generation_prompt=generation_prompt,
             continue_final=continue_final,
+            variables=variables,
         )
 
     async def score(self, text: PromptInput, **settings: Unpack[engine_lib.requests.ScoreOptions]) -> TextScore:

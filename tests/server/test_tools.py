@@ -378,7 +378,7 @@ def test_a_required_or_strict_schema_that_tags_cannot_express_is_refused():
 
 
 def test_strict_calls_of_a_format_that_is_not_read_are_refused():
-    form = find_format("{{ '<|channel|>commentary to=functions.' + call.name }}")
+    form = find_format("{{ '<|tool_call_start|>' + call.name }}")
     assert call_grammar(form, [F], is_required=True, is_parallel=True)
     with pytest.raises(ApiError, match=r"^tools: strict is not supported with this model"):
         ToolUse([F], form=form).grammar()

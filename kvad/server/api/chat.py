@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvad.engine import StreamChunk
-from kvad.server.api import generation, tool_formats, tools
+from kvad.server.api import generation, reasoning, tool_formats, tools
 from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup, SampleChunks
 from kvad.server.api.logprobs import chat_logprobs
+from kvad.server.api.reasoning import HARMONY_CHANNELS, AnswerParser, Parts, ReasoningFormat, State
 from kvad.server.api.schema import ChatBody
 from kvad.server.api.structured import constrain, structured_settings
-from kvad.server.api.tool_formats import PLAIN_JSON, ToolCall, ToolFormat
+from kvad.server.api.tool_formats import PLAIN_JSON, Thoughts, ToolFormat
 from kvad.server.api.tools import ToolCallParser
+
+# Variables of a chat template that the server sets.
+RESERVED_VARIABLES = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,13 +36,18 @@ class ToolUse:
     form: ToolFormat = PLAIN_JSON
     is_parallel: bool = True
 
-    def grammar(self) -> str | None:
+    def grammar(self, thoughts: Thoughts = Thoughts()) -> str | None:  # noqa: B008  # immutable
         """Return the grammar of the answer; None if no call is required and no function is strict."""
         if not self.is_required and not any(tool["function"].get("strict") is True for tool in self.tools):
             return None
         is_parallel = self.is_parallel and self.name is None
         return tool_formats.call_grammar(
-            self.form, self.tools, is_required=self.is_required, is_parallel=is_parallel, name=self.name
+            self.form,
+            self.tools,
+            is_required=self.is_required,
+            is_parallel=is_parallel,
+            name=self.name,
+            thoughts=thoughts,
         )
 
     def parser(self) -> ToolCallParser:
@@ -71,48 +83,30 @@ class ToolUse:
 
 async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/chat/completions."""
-    group, use = await submit_chat(context, body, key)
+    group, parsers = await submit_chat(context, body, key)
     with group.cancel_on_error():
-        answer = _Answer(context, body, group, use)
+        answer = _Answer(context, body, group, parsers)
     if body.stream:
         return EventStream(generation.stream_events(group, answer.event, answer.last_events))
     return answer.response(await group.all_chunks())
 
 
-async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[RequestGroup, ToolUse | None]:
-    """Submit a conversation and return its requests and the use of tools; None: all text is content."""
+async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[RequestGroup, list[AnswerParser]]:
+    """Submit a conversation and return its requests and the parser of each sample."""
     limits, adapter = context.config.limits, context.check_model(body.model)
     size = generation.check_chars(context, "messages", [body.messages, body.tools])
     use = ToolUse.of(body.tools, body.tool_choice, limits.max_tools)
-    with naming("messages"):
-        source = _template_source(context, adapter)
-    has_objects = not tool_formats.has_text_arguments(source)
-    messages = check_messages(body.messages, limits.max_messages, parses_arguments=has_objects)
-    settings: Any = generation.sampling_settings(context, body)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is not None:
-        settings["max_tokens"] = max_tokens
-    if body.top_logprobs is not None:
-        if not body.logprobs:
-            raise invalid("top_logprobs", "requires logprobs to be true")
-        generation.check_limit("top_logprobs", body.top_logprobs, limits.max_logprobs, "alternatives")
-    if body.logprobs:
-        settings["logprobs"] = body.top_logprobs or 0
-    settings |= await structured_settings(context, body)
-    if use is not None:
-        form, is_parallel = tool_formats.find_format(source), body.parallel_tool_calls is not False
-        use = replace(use, form=form, is_parallel=is_parallel)
-        if "structured_output" not in settings:
-            settings["visible_special_tokens"] = form.all_marks
-            if (lark := use.grammar()) is not None:
-                settings |= await constrain(context, "tools", {"grammar": lark}, form.all_marks)
-        elif use.is_required:
-            raise invalid(body.constraint_name, "cannot be combined with a required tool")
-        elif not form.start:  # the text is JSON of a schema that is no call's
-            use = None
-    settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
-    make = context.llm.builder.generation(None, settings)
     shown_tools = body.tools if body.tool_choice != "none" else None
+    with naming("messages"):
+        template = context.llm.chat_templates.find(adapter)
+        source = "" if template is None else template.templates[template.choose(tools=shown_tools is not None)]
+    messages = check_messages(
+        body.messages, limits.max_messages, parses_arguments=not tool_formats.has_text_arguments(source)
+    )
+    variables = _template_variables(context, body, source, () if template is None else template.specials)
+    settings = _settings(context, body)
+    settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
+    context.llm.builder.generation(None, settings)  # raises before the template is rendered
     with naming("messages"):
         tokens = await context.threads.run(
             size,
@@ -121,10 +115,88 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
             tools=shown_tools,
             continue_final=body.continue_final_message,
             generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            variables=variables,
             adapter=adapter,
         )
+    thinking = reasoning.find_reasoning(source)
+    final = messages[-1]["content"] if body.continue_final_message else None
+    state = _state(context, thinking, tokens, final)
+    if use is not None:
+        is_parallel = body.parallel_tool_calls is not False
+        use = replace(use, form=tool_formats.find_format(source), is_parallel=is_parallel)
+    use = await _constrain(context, body, settings, use, thinking, state)
+    submission = context.llm.builder.generation(None, settings)(tokens)
     session = generation.session_of(body, key, body.n)
-    return RequestGroup(context, [make(tokens)], session=session, request_id=body.request_id), use
+    group = RequestGroup(context, [submission], session=session, request_id=body.request_id)
+    if body.reasoning_format == "none":
+        use = None if thinking is HARMONY_CHANNELS else use  # its calls are messages
+        thinking = None
+    group.num_reasoning_tokens = None if thinking is None else 0
+    return group, [AnswerParser.of(thinking, state, None if use is None else use.parser()) for _ in range(body.n)]
+
+
+def _state(context: ApiContext, thinking: ReasoningFormat | None, prompt: Sequence[int], final: str | None) -> State:
+    """Return the state in which the answer to a prompt begins; ``final``: text of the message that it continues."""
+    if thinking is None:
+        return "content"
+    end = prompt[-reasoning.PROMPT_TOKENS :]
+    text = context.llm.texts.require_tokenizer().decode(end, skip_specials=False)
+    return thinking.state_after(text, final)
+
+
+def _settings(context: ApiContext, body: ChatBody) -> Any:
+    """Return the options of a request as fields of SamplingParams, without those of its structured output."""
+    settings = generation.sampling_settings(context, body)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None:
+        settings["max_tokens"] = max_tokens
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise invalid("top_logprobs", "requires logprobs to be true")
+        generation.check_limit("top_logprobs", body.top_logprobs, context.config.limits.max_logprobs, "alternatives")
+    if body.logprobs:
+        settings["logprobs"] = body.top_logprobs or 0
+    return settings
+
+
+async def _constrain(
+    context: ApiContext,
+    body: ChatBody,
+    settings: dict[str, Any],
+    use: ToolUse | None,
+    thinking: ReasoningFormat | None,
+    state: State,
+) -> ToolUse | None:
+    """Add the structured output and the marks of an answer to the settings.
+
+    Args:
+        context: Parts of all routes.
+        body: The request.
+        settings: Fields of SamplingParams, which are changed.
+        use: Use of the tools.
+        thinking: Marks of thoughts, which may precede a structured output.
+        state: State in which the answer begins.
+
+    Returns:
+        The use of the tools; None if the answer has no calls.
+    """
+    thoughts, marks = (Thoughts(), ()) if thinking is None else (thinking.grammar(state), thinking.all_marks)
+    settings |= await structured_settings(context, body, thoughts, marks)
+    if use is not None:
+        if "structured_output" not in settings:
+            marks = tuple(dict.fromkeys((*marks, *use.form.all_marks)))
+            if (lark := use.grammar(thoughts)) is not None:
+                settings |= await constrain(context, "tools", {"grammar": lark}, marks)
+        elif use.is_required:
+            raise invalid(body.constraint_name, "cannot be combined with a required tool")
+        elif not use.form.start:  # the text is JSON of a schema that is no call's
+            use = None
+    settings["visible_special_tokens"] = marks
+    if thinking is HARMONY_CHANNELS and not body.ignore_eos:
+        ids = context.llm.texts.require_tokenizer().special_tokens.names()
+        ends = [ids[mark] for mark in ("<|call|>", "<|return|>") if mark in ids]
+        settings["stop_token_ids"] = (*settings.get("stop_token_ids", ()), *ends)
+    return use
 
 
 def check_messages(
@@ -148,6 +220,8 @@ def check_messages(
         if isinstance(content, list):
             content = "".join(_part_text(part, index) for part in content)
         message = {**message, "content": content} if "content" in message else dict(message)
+        if isinstance(message.get("reasoning"), str):  # vLLM's name
+            message.setdefault("reasoning_content", message["reasoning"])
         if message.get("role") == "developer":
             message["role"] = "system"
         if parses_arguments and isinstance(message.get("tool_calls"), list):
@@ -184,10 +258,12 @@ def _with_parsed_arguments(call: Any, place: str) -> Any:
 class _Answer:
     """Builds the response or the events of one request."""
 
-    def __init__(self, context: ApiContext, body: ChatBody, group: RequestGroup, use: ToolUse | None) -> None:
+    def __init__(
+        self, context: ApiContext, body: ChatBody, group: RequestGroup, parsers: Sequence[AnswerParser]
+    ) -> None:
         self._context, self._body, self._group = context, body, group
         self._id, self._created = generation.new_id("chatcmpl", body.request_id), int(time.time())
-        self._parsers = [None if use is None else use.parser() for _ in range(body.n)]
+        self._parsers = parsers
         self._started: set[int] = set()
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -206,8 +282,10 @@ class _Answer:
 
     def _choice(self, sample: SampleChunks) -> dict[str, Any]:
         index = sample.sample_index
-        content, calls = self._parse(index, sample.text, is_last=True)
+        thoughts, content, calls = self._parse(sample, is_last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if thoughts:
+            message |= {"reasoning_content": thoughts, "content": content or None}
         if calls:
             message |= {"content": content.strip() or None, "tool_calls": [call.as_json() for call in calls]}
         reason = "tool_calls" if calls else sample.finish_reason
@@ -218,39 +296,37 @@ class _Answer:
             choice["token_ids"] = sample.token_ids
         return choice
 
-    def _parse(self, sample: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        parser = self._parsers[sample]
-        if parser is None:
-            return text, []
-        return parser.finish(text) if is_last else parser.push(text)
-
-    def _num_calls(self, sample: int) -> int:
-        parser = self._parsers[sample]
-        return 0 if parser is None else parser.num_calls
+    def _parse(self, sample: SampleChunks, *, is_last: bool) -> Parts:
+        parts = self._parsers[sample.sample_index].read(sample.chunks, is_last=is_last)
+        if self._group.num_reasoning_tokens is not None:
+            self._group.num_reasoning_tokens = sum(parser.num_reasoning_tokens for parser in self._parsers)
+        return parts
 
     # ------------------------------------------------------------ events
 
     def event(self, chunks: SampleChunks) -> bytes:
         """Return the event of the chunks; b"" if there is nothing to send yet."""
         sample, finish = chunks.sample_index, chunks.finish_reason
-        known_calls = self._num_calls(sample)
-        content, calls = self._parse(sample, chunks.text, is_last=finish is not None)
+        known_calls = self._parsers[sample].num_calls
+        thoughts, content, calls = self._parse(chunks, is_last=finish is not None)
         scores = chunks.logprobs if self._body.logprobs else []
         tokens = chunks.token_ids if self._body.return_token_ids else []
-        if not (content or calls or scores or tokens or finish):
+        if not (thoughts or content or calls or scores or tokens or finish):
             return b""
         delta: dict[str, Any] = {}
         if sample not in self._started:
             self._started.add(sample)
             delta["role"] = "assistant"
-        if content or (not calls and "role" in delta):
+        if thoughts:
+            delta["reasoning_content"] = thoughts
+        if content or (not calls and not thoughts and "role" in delta):
             delta["content"] = content
         if calls:
             numbered = enumerate(calls, known_calls)
             delta["tool_calls"] = [{"index": number, **call.as_json()} for number, call in numbered]
         logprobs = chat_logprobs(self._context.token_texts, scores) if self._body.logprobs else None
         if finish is not None:
-            reason = "tool_calls" if self._num_calls(sample) else finish
+            reason = "tool_calls" if self._parsers[sample].num_calls else finish
             self._context.metrics.observe_finish(reason)
             if not delta:
                 return self._chunk(sample, {}, logprobs, reason, tokens)
@@ -270,7 +346,29 @@ class _Answer:
         return self._group.last_events(self._head("chat.completion.chunk"), self._body)
 
 
-def _template_source(context: ApiContext, adapter: str) -> str:
-    """Return the chat template of an adapter, or the base, for requests with tools; "" if there is none."""
-    template = context.llm.chat_templates.find(adapter)
-    return "" if template is None else template.templates[template.choose(tools=True)]
+def _template_variables(context: ApiContext, body: ChatBody, source: str, specials: Collection[str]) -> dict[str, Any]:
+    """Return the variables of the chat template that the request gives.
+
+    Args:
+        context: Parts of all routes.
+        body: The request.
+        source: The template.
+        specials: Names of the variables that are special tokens.
+
+    Raises:
+        ApiError: 400 for a variable that has another origin, and for an effort that the template does not read.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    generation.check_chars(context, "chat_template_kwargs", variables)
+    for name in variables:
+        if name in RESERVED_VARIABLES or name in specials:
+            raise invalid(
+                f"chat_template_kwargs.{name}", "must not be given, because the server sets it. Leave it out."
+            )
+    if body.reasoning_effort is not None:
+        if re.search(r"\breasoning_effort\b", source) is None:
+            raise invalid(
+                "reasoning_effort", "is not supported, because the chat template does not read it. Leave it out."
+            )
+        variables["reasoning_effort"] = body.reasoning_effort
+    return variables

@@ -263,6 +263,7 @@ class RequestGroup:
         check_submissions(context, submissions)
         self.context, self.submissions, self._signal = context, submissions, Signal()
         self._num_tokens = 0  # generated ones that were read
+        self.num_reasoning_tokens: int | None = None  # those of thoughts; None: the model has none
         self._num_unfinished = sum(each.sampling_params.n for each in submissions)
         self._failure = "cancelled"  # code of the reason, if samples are unfinished at the end
         self._error: Exception | None = None  # why the group ends, after the chunks that have arrived
@@ -354,7 +355,10 @@ class RequestGroup:
     def _counts(self, completion_tokens: int) -> dict[str, Any]:
         prompt_tokens = sum(len(each.input_ids) for each in self.submissions)
         total = prompt_tokens + completion_tokens
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+        if self.num_reasoning_tokens is None:
+            return counts
+        return {**counts, "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
 
     def event_usage(self, body: GenerationBody) -> dict[str, Any]:
         """Return the field ``usage`` of an event: null, or the token counts so far, or {} if they are not requested."""

@@ -6,19 +6,21 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from kvad.engine import StreamChunk
 from kvad.server.api import generation
 from kvad.server.api.chat import submit_chat
 from kvad.server.api.errors import invalid
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
+from kvad.server.api.reasoning import AnswerParser
 from kvad.server.api.schema import ChatBody, ResponsesBody, validate
 from kvad.server.api.tool_formats import ToolCall
-from kvad.server.api.tools import ToolCallParser
 
 # Type of an item -> its fields; contents and outputs may also be lists of parts.
 ITEM_TEXTS = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "reasoning": (),
 }
 
 
@@ -26,13 +28,13 @@ async def create_response(context: ApiContext, body: ResponsesBody, key: str) ->
     """Answer a request to /v1/responses."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "requires stream to be true")
-    group, use = await submit_chat(context, _to_chat(body), key)
+    group, (parser,) = await submit_chat(context, _to_chat(body), key)
     with group.cancel_on_error():
-        answer = _Answer(context, body, group, None if use is None else use.parser())
+        answer = _Answer(context, body, group, parser)
     if body.stream:
         return EventStream(answer.events())
     chunks = (await group.all_chunks())[0]
-    answer.add("".join(chunk.text for chunk in chunks), is_last=True)
+    answer.add(chunks, is_last=True)
     group.observe()
     context.metrics.observe_finish(str(chunks[-1].finish_reason))
     return answer.response(str(chunks[-1].finish_reason))
@@ -44,12 +46,20 @@ def _to_chat(body: ResponsesBody) -> ChatBody:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        messages += [_to_message(item, index) for index, item in enumerate(body.input)]
+        thoughts = ""
+        for index, item in enumerate(body.input):
+            message = _to_message(item, index)
+            if item.get("type") == "reasoning":
+                thoughts += message["reasoning_content"]
+                continue
+            if thoughts and message["role"] == "assistant":  # the thoughts before it
+                message, thoughts = {**message, "reasoning_content": thoughts}, ""
+            messages.append(message)
     fields: dict[str, Any] = {
         "model": body.model, "messages": messages, "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature, "top_p": body.top_p, "tools": _to_tools(body.tools),
         "tool_choice": _to_choice(body.tool_choice), "response_format": _to_format(body.text),
-        "parallel_tool_calls": body.parallel_tool_calls,
+        "parallel_tool_calls": body.parallel_tool_calls, "reasoning_effort": (body.reasoning or {}).get("effort"),
     }  # fmt: skip
     chat, _ = validate(ChatBody, fields, ignore_unknown=True)  # unknown fields were refused, unless they are ignored
     return chat
@@ -63,6 +73,11 @@ def _to_message(item: Mapping[str, Any], index: int) -> dict[str, Any]:
         if not isinstance(item.get(name), str | list if name in ("content", "output") else str):
             problem = "must be a text or a list of parts" if name in ("content", "output") else "must be a text"
             raise invalid(f"{place}.{name}", problem)
+    if kind == "reasoning":
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise invalid(f"{place}.content", "must be a list of parts")
+        return {"reasoning_content": "".join(str(part.get("text", "")) for part in parts)}
     if kind == "message":
         return {"role": item["role"], "content": item["content"]}
     if kind == "function_call_output":
@@ -99,39 +114,49 @@ def _to_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 
 
+# Kind of an item with text -> its part, and fields of the part and of its deltas.
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "message": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
+    "reasoning": ("reasoning_text", {}, {}),
+}
+
+
 class _Answer:
     """Builds the response object and its events."""
 
-    def __init__(
-        self, context: ApiContext, body: ResponsesBody, group: RequestGroup, parser: ToolCallParser | None
-    ) -> None:
+    def __init__(self, context: ApiContext, body: ResponsesBody, group: RequestGroup, parser: AnswerParser) -> None:
         self._context, self._body, self._group, self._parser = context, body, group, parser
-        self._id, self._message_id = generation.new_id("resp"), generation.new_id("msg")
-        self._created, self._text, self._sequence = int(time.time()), "", -1
-        self._calls: list[tuple[str, ToolCall]] = []
-        self._message_index: int | None = None  # in the output; None: only calls so far
+        self._id, self._created, self._sequence = generation.new_id("resp"), int(time.time()), -1
+        self._items: list[dict[str, Any]] = []  # of the output
+        self._open: dict[str, int] = {}  # kind of an item whose text may continue -> its index
+        self._space = ""  # of content that has not begun
 
-    def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[tuple[str, ToolCall]]]:
-        """Add generated text; return the new content and the new calls with their item ids."""
-        content, calls = text, list[ToolCall]()
-        if self._parser is not None:
-            content, calls = self._parser.finish(text) if is_last else self._parser.push(text)
-        self._text += content
-        if self._message_index is None and (self._text.strip() or (is_last and not self._calls and not calls)):
-            self._message_index = len(self._calls)
-        numbered = [(generation.new_id("fc"), call) for call in calls]
-        self._calls += numbered
-        return content, numbered
+    def add(self, chunks: Sequence[StreamChunk], *, is_last: bool) -> bytes:
+        """Add generated text; return the events of its thoughts, its content and its calls."""
+        reasoning, content, calls = self._parser.read(chunks, is_last=is_last)
+        if self._group.num_reasoning_tokens is not None:
+            self._group.num_reasoning_tokens = self._parser.num_reasoning_tokens
+        events = [self._write("reasoning", reasoning)] if reasoning else []
+        self._space += content
+        is_empty = is_last and not self._items and not calls
+        if self._space.strip() or ("message" in self._open and self._space) or is_empty:
+            events += [self._close("reasoning", "completed"), self._write("message", self._space)]
+            self._space = ""
+        if calls:
+            events.append(self._close("reasoning", "completed"))
+        return b"".join((*events, *map(self._call_events, calls)))
 
     def response(self, finish_reason: str | None) -> dict[str, Any]:
         """Return the response object; ``finish_reason`` None: it is in progress."""
         status = {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed")
+        for index in self._open.values():
+            self._items[index]["status"] = status
         usage = self._group.usage()
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": self._body.instructions, "max_output_tokens": self._body.max_output_tokens,
-            "model": self._group.model_name, "output": [] if finish_reason is None else self._output(status),
+            "model": self._group.model_name, "output": [] if finish_reason is None else self._items,
             "parallel_tool_calls": self._body.parallel_tool_calls is not False, "previous_response_id": None,
             "store": False, "temperature": self._body.temperature,
             "text": self._body.text or {"format": {"type": "text"}},
@@ -140,30 +165,10 @@ class _Answer:
             "usage": None if finish_reason is None else {
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._group.num_reasoning_tokens or 0},
+                "total_tokens": usage["total_tokens"],
             },
         }  # fmt: skip
-
-    def _output(self, status: str) -> list[dict[str, Any]]:
-        items = [self._call_item(item_id, call) for item_id, call in self._calls]
-        if self._message_index is not None:
-            items.insert(self._message_index, self._message(status))
-        return items
-
-    def _message(self, status: str) -> dict[str, Any]:
-        content = [{"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}]
-        return {"type": "message", "id": self._message_id, "status": status, "role": "assistant", "content": content}
-
-    def _call_item(self, item_id: str, call: ToolCall) -> dict[str, Any]:
-        return {
-            "type": "function_call", "id": item_id, "call_id": call.id, "name": call.name,
-            "arguments": call.arguments, "status": "completed",
-        }  # fmt: skip
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        self._sequence += 1
-        data = generation.event({"type": kind, "sequence_number": self._sequence, **fields})
-        return f"event: {kind}\n".encode() + data
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of the response; they end without ``[DONE]``, as in OpenAI's API."""
@@ -176,7 +181,7 @@ class _Answer:
             while samples or samples is None:
                 for sample in samples or ():
                     finish = sample.finish_reason
-                    if events := self._add_events(sample.text, is_last=finish is not None):
+                    if events := self.add(sample.chunks, is_last=finish is not None):
                         yield events
                 if samples is None:
                     yield b": ping\n\n"
@@ -187,33 +192,51 @@ class _Answer:
         finally:
             self._group.cancel()
 
-    def _add_events(self, text: str, *, is_last: bool) -> bytes:
-        """Add generated text; return the events of its content, which begins the message, and of its calls."""
-        is_new = self._message_index is None
-        content, calls = self.add(text, is_last=is_last)
-        events = []
-        if self._message_index is not None:
-            if is_new:
-                events.append(self._begin())
-                content = self._text
-            if content:
-                events.append(self._event("response.output_text.delta", **self._place(), delta=content, logprobs=[]))
-        first = len(self._calls) - len(calls)
-        events += [self._call_events(number, *call) for number, call in enumerate(calls, first)]
-        return b"".join(events)
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        data = generation.event({"type": kind, "sequence_number": self._sequence, **fields})
+        return f"event: {kind}\n".encode() + data
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": self._message_index, "content_index": 0}
+    def _write(self, kind: str, text: str) -> bytes:
+        """Append text to the open item of a kind, or to a new one; return the events."""
+        (part_type, part_fields, delta_fields), begin = TEXT_PARTS[kind], b""
+        if kind not in self._open:
+            self._open[kind] = len(self._items)
+            item_id = generation.new_id("msg" if kind == "message" else "rs")
+            fields: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            item = {"type": kind, "id": item_id, "status": "in_progress", **fields, "content": []}
+            self._items.append(item)
+            part = {"type": part_type, "text": "", **part_fields}
+            begin = self._event("response.output_item.added", output_index=self._open[kind], item=item)
+            begin += self._event("response.content_part.added", **self._place(kind), part=part)
+            item["content"] = [part]
+        self._items[self._open[kind]]["content"][0]["text"] += text
+        if not text:
+            return begin
+        return begin + self._event(f"response.{part_type}.delta", **self._place(kind), delta=text, **delta_fields)
 
-    def _begin(self) -> bytes:
-        message = {**self._message("in_progress"), "content": []}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        added = self._event("response.output_item.added", output_index=self._message_index, item=message)
-        return added + self._event("response.content_part.added", **self._place(), part=part)
+    def _place(self, kind: str) -> dict[str, Any]:
+        index = self._open[kind]
+        return {"item_id": self._items[index]["id"], "output_index": index, "content_index": 0}
 
-    def _call_events(self, number: int, item_id: str, call: ToolCall) -> bytes:
-        index = number + (self._message_index is not None and self._message_index <= number)
-        item, place = self._call_item(item_id, call), {"item_id": item_id, "output_index": index}
+    def _close(self, kind: str, status: str) -> bytes:
+        """Return the events of the end of the open item of a kind; b"" if there is none."""
+        if kind not in self._open:
+            return b""
+        (part_type, _, delta_fields), place = TEXT_PARTS[kind], self._place(kind)
+        item = self._items[self._open.pop(kind)]
+        item["status"], part = status, item["content"][0]
+        done = self._event(f"response.{part_type}.done", **place, text=part["text"], **delta_fields)
+        done += self._event("response.content_part.done", **place, part=part)
+        return done + self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _call_events(self, call: ToolCall) -> bytes:
+        item = {
+            "type": "function_call", "id": generation.new_id("fc"), "call_id": call.id, "name": call.name,
+            "arguments": call.arguments, "status": "completed",
+        }  # fmt: skip
+        index, place = len(self._items), {"item_id": item["id"], "output_index": len(self._items)}
+        self._items.append(item)
         started = {**item, "arguments": "", "status": "in_progress"}
         return b"".join(
             (
@@ -225,13 +248,7 @@ class _Answer:
         )
 
     def _end(self, finish: str | None) -> bytes:
-        kind = "response.incomplete" if finish == "length" else "response.completed"
-        events = []
-        if self._message_index is not None:
-            message = self._message("incomplete" if finish == "length" else "completed")
-            events = [
-                self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
-                self._event("response.content_part.done", **self._place(), part=message["content"][0]),
-                self._event("response.output_item.done", output_index=self._message_index, item=message),
-            ]
+        is_incomplete = finish == "length"
+        events = [self._close(kind, "incomplete" if is_incomplete else "completed") for kind in list(self._open)]
+        kind = "response.incomplete" if is_incomplete else "response.completed"
         return b"".join((*events, self._event(kind, response=self.response(finish or "stop"))))

@@ -46,7 +46,7 @@ REFUSED = {
     "functions": "use tools instead of functions",
     "function_call": "use tool_choice instead of function_call",
     "chat_template": "templates of clients are not accepted",
-    "chat_template_kwargs": "variables of clients are not passed to the template",
+    "chat_template_kwargs": "only /v1/chat/completions takes variables of the chat template",
     "prompt_embeds": "tensors of clients are not accepted",
     "previous_response_id": "responses are not stored; send the whole conversation as input",
     "conversation": "responses are not stored; send the whole conversation as input",
@@ -69,7 +69,7 @@ MESSAGE_FIELDS = (
     "role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "reasoning_content", "reasoning",
     "thinking",
 )  # fmt: skip
-ITEM_FIELDS = ("type", "role", "content", "id", "status", "call_id", "name", "arguments", "output")
+ITEM_FIELDS = ("type", "role", "content", "id", "status", "call_id", "name", "arguments", "output", "summary")
 
 
 class Body(BaseModel):
@@ -193,6 +193,15 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, such as enable_thinking."
+    )
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="The variable of the chat template with this name."
+    )
+    reasoning_format: Literal["auto", "deepseek", "none"] = Field(
+        "auto", description="auto, deepseek: thoughts are reasoning_content; none: they are content, with their marks."
+    )
 
     def unknown_places(self) -> list[str]:
         """Return the places of unknown fields inside fields."""
@@ -223,6 +232,7 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: Texts | None = Field(None, max_length=0)
+    reasoning: dict[str, Any] | None = Field(None, description="effort: as reasoning_effort.")
 
     def unknown_places(self) -> list[str]:
         """Return the places of unknown fields inside fields."""
@@ -233,20 +243,22 @@ class ResponsesBody(Body):
             places += _unknown(f"input[{index}]", item, ITEM_FIELDS)
         for index, tool in enumerate(self.tools or ()):
             places += _unknown(f"tools[{index}]", tool, ("type", *FUNCTION_FIELDS))
+        places += _unknown("reasoning", self.reasoning, ("effort",))
         return places + _unknown("tool_choice", self.tool_choice, ("type", "name"))
 
     def field_names(self) -> dict[str, str]:
         """Return the fields of this request for the names that errors of the same chat have instead."""
         first = int(self.instructions is not None)  # message of the first item
-        items = len(self.input) if isinstance(self.input, list) else 0
-        places = {f"messages[{index + first}]": f"input[{index}]" for index in range(items)}
+        items = self.input if isinstance(self.input, list) else []
+        indices = [index for index, item in enumerate(items) if item.get("type") != "reasoning"]
+        places = {f"messages[{number}]": f"input[{index}]" for number, index in enumerate(indices, first)}
         names = {f"{message}.tool_calls[0].function": item for message, item in places.items()} | places
         names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools or ()))}
         return names | {
             "messages[0]": names.get("messages[0]", "instructions"), "messages": "input", "prompt": "input",
             "response_format.json_schema": "text.format", "response_format": "text.format",
             "structured_output": "text.format" if self.text and self.text.get("format") else "tools",
-            "max_completion_tokens": "max_output_tokens",
+            "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
         }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ _ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples",
 _OBJECT_KEYWORDS = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _NO_JSON = "is not supported in a strict function whose model writes no JSON. Leave it out, or set strict to false."
 _ANY_KEY = '" /[^<>\\n]{1,64}/ "'  # in place of a name inside a literal
+TEXT_RULE = r"TEXT: /(.|\n)*/"
 _SPACE = r" |\n[ \t]{0,20}"  # bounded, so that no text is endless space
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # templates of Qwen write values with str()
 
@@ -175,6 +176,20 @@ class Tags(NamedTuple):
     end: str  # the part of it that ends a text
 
 
+class Thoughts(NamedTuple):
+    """Grammar of the text before an answer.
+
+    Attributes:
+        expression: Lark expression of thoughts; "": there are none.
+        rules: Rules that it reads. ``FREE`` is text that may begin an answer.
+        answer: Lark expression between thoughts and an answer that is no call.
+    """
+
+    expression: str = ""
+    rules: tuple[str, ...] = ("FREE: TEXT",)
+    answer: str = ""
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """Marks, reader and grammar of one way to write calls.
@@ -251,10 +266,10 @@ def _deepseek(name: str, signs: tuple[str, ...], before: str, after: str) -> Too
     text = before.replace("{sep}", separator)
     head, tail = (re.escape(part.strip()).replace(r"\{name\}", _NAME) for part in (text, after))
     pattern = re.compile(rf"{begin}\s*{head}(.*){tail}", re.DOTALL)
-    call = f"{_literal(begin + text)} {{arguments}} {_literal(after + end)}"
+    call = f"{literal(begin + text)} {{arguments}} {literal(after + end)}"
     return ToolFormat(
         name, (start, *signs), start, end, partial(read_named, pattern), call, separator="ws",
-        closing=f"ws {_literal(close)}", close=close, marks=(begin, separator),
+        closing=f"ws {literal(close)}", close=close, marks=(begin, separator),
     )  # fmt: skip
 
 
@@ -262,12 +277,12 @@ def _functions(name: str, start: str, end: str) -> ToolFormat:
     """Return a format whose calls are ``<function=f>`` with ``<parameter=key>``."""
     return ToolFormat(
         name, (start, "<function="), start, end, partial(read_tagged, *_FUNCTION),
-        r'"<function={name}>\n" {arguments} "</function>"', closing=f"ws {_literal(end)}",
+        r'"<function={name}>\n" {arguments} "</function>"', closing=f"ws {literal(end)}",
         tags=Tags(r'"<parameter={key}>\n"', "<parameter=", "\n</parameter>", "</parameter>"),
     )  # fmt: skip
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -309,15 +324,26 @@ FORMATS = (
 PLAIN_JSON = ToolFormat("llama3_json", (), "", "", read_json, _JSON, opening="")
 
 
-# Marks of calls that are not read: gpt-oss, LFM2, Gemma 4, MiniMax M2, Kimi K2. Required calls are plain JSON.
-UNREAD_MARKS = ("<|channel|>", "<|tool_call_start|>", "<|tool_call>", "<minimax:tool_call>", "<|tool_call_begin|>")
+# gpt-oss, whose messages ``reasoning.HarmonyParser`` separates; a call has its header, as the grammars permit it.
+HARMONY = ToolFormat(
+    "openai", ("<|channel|>", "<|message|>"), "", "<|call|>",
+    partial(read_named, re.compile(rf"[^{{]*\bto=functions\.{_NAME}[^{{]*<\|message\|>(.*)", re.DOTALL)),
+    '("<|channel|>commentary to=functions.{name}" | " to=functions.{name}<|channel|>commentary")'
+    ' (" "? "<|constrain|>"? "json")? "<|message|>" ws {arguments}',
+    opening="", closing='ws "<|call|>"?',
+    marks=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>"),
+)  # fmt: skip
+HARMONY_RULES = ('START: "<|start|>assistant"', 'body[suffix="<|end|>"]: TEXT')
+
+# Marks of calls that are not read: LFM2, Gemma 4, MiniMax M2, Kimi K2. Required calls are plain JSON.
+UNREAD_MARKS = ("<|tool_call_start|>", "<|tool_call>", "<minimax:tool_call>", "<|tool_call_begin|>")
 UNREAD = replace(PLAIN_JSON, name="unread")
 
 
 def find_format(template: str) -> ToolFormat:
     """Return the format that a chat template writes; plain JSON if it has the marks of none."""
     other = UNREAD if any(mark in template for mark in UNREAD_MARKS) else PLAIN_JSON
-    return next((each for each in FORMATS if all(sign in template for sign in each.signs)), other)
+    return next((each for each in (HARMONY, *FORMATS) if all(sign in template for sign in each.signs)), other)
 
 
 def has_text_arguments(template: str) -> bool:
@@ -329,7 +355,13 @@ def has_text_arguments(template: str) -> bool:
 
 
 def call_grammar(
-    form: ToolFormat, tools: list[dict[str, Any]], *, is_required: bool, is_parallel: bool, name: str | None = None
+    form: ToolFormat,
+    tools: list[dict[str, Any]],
+    *,
+    is_required: bool,
+    is_parallel: bool,
+    name: str | None = None,
+    thoughts: Thoughts = Thoughts(),  # noqa: B008  # immutable
 ) -> str:
     """Return the Lark grammar of answers whose calls are valid.
 
@@ -340,6 +372,7 @@ def call_grammar(
         is_required: The answer is calls. Else it is any text in which a valid call follows each start mark.
         is_parallel: There may be several calls.
         name: The function that must be called; None: any.
+        thoughts: Text before the answer, in which a start mark has no meaning.
 
     Raises:
         ApiError: 400 for a strict schema that cannot be enforced, because the format has no JSON or is not read.
@@ -358,26 +391,30 @@ def call_grammar(
         if not (is_strict or is_required):
             schema = {}
         if form.tags is None:
-            lines.append(f"{rule}: {_json_value({'type': 'object', **schema})}")
+            lines.append(f"{rule}: {json_value({'type': 'object', **schema})}")
         else:
             lines += _tagged_arguments(rule, form.tags, schema, tool=index if is_strict else None)
         lines.append(f"call_{index}: {form.call.format(name=function['name'], arguments=rule)}")
     several = f"call ({form.separator} call)*" if is_parallel and form.separator else "call"
-    group, start = f"{form.opening} {several} {form.closing}", _literal(form.start) if form.start else ""
+    group, start = f"{form.opening} {several} {form.closing}", literal(form.start) if form.start else ""
     has_more = is_parallel and not form.separator and bool(form.start)
     if is_required:
         answer = f"{start} group" + (f" (ws {start} group)*" if has_more else "")
+    elif form is HARMONY:  # any messages, or those of a continued text
+        answer = "(HEAD body START)* (group | HEAD TEXT)" if thoughts.expression else "TEXT"
+        thoughts = Thoughts(rules=(*thoughts.rules, 'HEAD: "<|channel|>" /analysis|commentary|final/ "<|message|>"'))
     elif not form.start:
-        answer = r" | ws group | /[ \t\r\n]*[^{ \t\r\n](.|\n)*/"
+        answer = "ws group | OTHER |"
+        lines.append(r"OTHER: FREE & /[ \t\r\n]*[^{ \t\r\n](.|\n)*/")
     else:
-        answer = "(head group)* TEXT" if is_parallel and form.end != form.start and form.end else "TEXT | head group ws"
-        lines.append(f"head[suffix={start}]: TEXT")
+        answer = "(head group)* FREE" if is_parallel and form.end != form.start and form.end else "FREE | head group ws"
+        lines.append(f"head[suffix={start}]: FREE")
     if form.tags is not None:
-        lines.append(f"text_value[suffix={_literal(form.tags.end)}]: TEXT")
+        lines.append(f"text_value[suffix={literal(form.tags.end)}]: TEXT")
     return "\n".join(
         (
-            f"start: {answer}", f"group: {group}", f"call: {' | '.join(calls)}", *lines,
-            "ws: SPACE?", f"SPACE: /{_SPACE}/", r"TEXT: /(.|\n)*/",
+            f"start: {thoughts.expression} ({answer})", f"group: {group}", f"call: {' | '.join(calls)}", *lines,
+            *thoughts.rules, "ws: SPACE?", f"SPACE: /{_SPACE}/", TEXT_RULE,
         )
     )  # fmt: skip
 
@@ -409,20 +446,20 @@ def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -
         values, has_text = [], False
         for leaf in _alternatives(member, schema):
             if "string" not in _types(leaf):
-                values.append(_json_value({**definitions, **leaf}))
+                values.append(json_value({**definitions, **leaf}))
             elif (constants := _values(leaf)) is not None:
                 texts = (value if isinstance(value, str) else json.dumps(value) for value in constants)
-                values += map(_literal, texts)
+                values += map(literal, texts)
             elif tool is None or set(leaf) <= _ANNOTATIONS:
                 has_text = True
             else:
                 keyword = min(set(leaf) - _ANNOTATIONS)
                 raise invalid(f"{param}.properties.{key}", f"{keyword} {_NO_JSON}")
-        value = "text_value" if has_text else f"({' | '.join(values)}) {_literal(tags.after)}"
-        lines.append(f"{rule}_{index}: {tags.before.format(key=_literal(key)[1:-1])} {value} ws")
+        value = "text_value" if has_text else f"({' | '.join(values)}) {literal(tags.after)}"
+        lines.append(f"{rule}_{index}: {tags.before.format(key=literal(key)[1:-1])} {value} ws")
         items.append(f"{rule}_{index}" + ("" if key in required else "?"))
     return [f"{rule}: {' '.join(items)}", *lines]
 
 
-def _json_value(schema: Schema) -> str:
+def json_value(schema: Schema) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": f"({_SPACE})?"}}, ensure_ascii=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,19 @@ from kvad.server.api.tool_formats import Functions, ToolCall, ToolFormat
 
 _SPACE = " \t\r\n"  # of JSON
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def split_at(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
+    """Return the text before the first mark, the mark, and the text after it.
+
+    Without a mark, the last part is the end of the text that may begin one.
+    """
+    if found := [(index, mark) for mark in marks if (index := text.find(mark)) >= 0]:
+        index, mark = min(found)
+        return text[:index], mark, text[index + len(mark) :]
+    sizes = range(min(max(map(len, marks)) - 1, len(text)), 0, -1)
+    size = next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
+    return text[: len(text) - size], "", text[len(text) - size :]
 
 
 class ToolCallParser:
@@ -50,7 +64,7 @@ class ToolCallParser:
                 break
             inner, end, self._pending = self._pending[: match.start()], match[0], self._pending[match.end() :]
             is_close = end == self._form.close and self.num_calls > 0 and not (self._opening or inner.strip())
-            before, found = ("", []) if is_close else self._read(inner, end)
+            before, found = ("", []) if is_close else self.read(inner, end)
             content, calls = content + before, calls + found
             self._inside = self._form.continues and end != self._form.close
         self._has_content = self._has_content or bool(content.strip(_SPACE))
@@ -69,11 +83,7 @@ class ToolCallParser:
                 return pending
             self._inside = stripped.startswith("{")
             return ""
-        before, mark, after = pending.partition(start)
-        if not mark:
-            sizes = range(min(len(start) - 1, len(pending)), 0, -1)
-            size = next((size for size in sizes if start.startswith(pending[-size:])), 0)
-            before, after = pending[: len(pending) - size], pending[len(pending) - size :]
+        before, mark, after = split_at(pending, (start,))
         content = before.rstrip()
         self._opening = before[len(content) :] + mark
         self._inside, self._pending = bool(mark), after if mark else self._opening + after
@@ -90,7 +100,7 @@ class ToolCallParser:
         self._next = max(self._next, len(self._pending) - max(len(self._form.end), len(self._form.close)))
         return None
 
-    def _read(self, text: str, end: str) -> tuple[str, list[ToolCall]]:
+    def read(self, text: str, end: str) -> tuple[str, list[ToolCall]]:
         """Return the calls in the text of a call; the text and its marks as content if there is none."""
         calls, is_next = self._form.read(text, self._functions), end == self._form.start
         content = "" if calls else f"{self._opening}{text}{'' if is_next else end}"
@@ -109,7 +119,7 @@ class ToolCallParser:
             return content + ("" if self.num_calls else pending), calls
         if not self._inside:
             return content + pending, calls
-        before, last_calls = self._read(pending, "")
+        before, last_calls = self.read(pending, "")
         return content + before, [*calls, *last_calls]
 
 

@@ -1,0 +1,229 @@
+"""Reasoning: the thoughts that a model writes before its answer, and the messages of gpt-oss (harmony).
+
+The marks of thoughts follow from the chat template. An answer begins in its thoughts if the prompt ends in them; else a
+start mark counts only at the beginning of an answer. Thoughts without an end mark continue to the end of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from kvad.engine import StreamChunk
+from kvad.server.api.tool_formats import HARMONY, HARMONY_RULES, Thoughts, ToolCall, literal
+from kvad.server.api.tools import ToolCallParser, split_at
+
+State = Literal["start", "reasoning", "content", "call"]  # of a text at one position; "start": not decided yet
+PROMPT_TOKENS = 32  # at the end of a prompt, that have the marks of its last line
+
+_BREAK = r"BREAK: /[ \t\r\n]{1,8}/"  # between thoughts and an answer
+_ANALYSIS, _FINAL, _MESSAGE = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_OPENINGS = ("<|start|>", "<|channel|>", _MESSAGE, "to=")  # of the header of a message
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Marks before and after thoughts."""
+
+    start: str
+    end: str
+
+    @property
+    def all_marks(self) -> tuple[str, ...]:
+        """All marks, which are special tokens in many models."""
+        return HARMONY.all_marks if self is HARMONY_CHANNELS else (self.start, self.end)
+
+    def state_after(self, prompt: str, final: str | None) -> State:
+        """Return the state in which an answer begins.
+
+        Args:
+            prompt: End of the prompt.
+            final: Text of the message that the answer continues; None: it begins a message.
+        """
+        if final:
+            _, mark, thoughts = final.partition(self.start)
+            return "reasoning" if mark and self.end not in thoughts else "content"
+        if self is HARMONY_CHANNELS:
+            return "start"
+        prompt = prompt.rstrip()
+        return "reasoning" if prompt.endswith(self.start) else "content" if prompt.endswith(self.end) else "start"
+
+    def grammar(self, state: State) -> Thoughts:
+        """Return the grammar of the thoughts of an answer that begins in a state."""
+        if state == "content":
+            return Thoughts()
+        if self is HARMONY_CHANNELS:
+            return Thoughts(f"({literal(_ANALYSIS)} body START)*", ("FREE: TEXT", *HARMONY_RULES), literal(_FINAL))
+        opened = r"(.|\n)*" if state == "reasoning" else rf"\s*{re.escape(self.start)}(.|\n)*"
+        free = "FREE: TEXT" if state == "reasoning" else f"FREE: TEXT & ~/{opened}/"
+        rules = f"thoughts[suffix={literal(self.end)}]: /{opened}/", _BREAK, free
+        return Thoughts("thoughts BREAK?" if state == "reasoning" else "(thoughts BREAK?)?", rules)
+
+
+HARMONY_CHANNELS = ReasoningFormat(_ANALYSIS, "<|end|>")
+FORMATS = (
+    ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
+    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ReasoningFormat("<think>", "</think>"),  # Qwen3, DeepSeek, GLM 4.5, SmolLM3, MiniMax M2 and most others
+)
+
+
+def find_reasoning(template: str) -> ReasoningFormat | None:
+    """Return the marks of the thoughts of a chat template's model; None if it has none."""
+    if all(sign in template for sign in HARMONY.signs):
+        return HARMONY_CHANNELS
+    return next((each for each in FORMATS if each.start in template), None)
+
+
+class Parts(NamedTuple):
+    """New text of an answer by its kind, and the calls that are complete."""
+
+    reasoning: str
+    content: str
+    calls: list[ToolCall]
+
+
+class AnswerParser:
+    """Separates the text of one sample into reasoning, content and calls, as it arrives.
+
+    Args:
+        form: Marks of thoughts; None: there are none.
+        state: State in which the text begins.
+        calls: Parser of the content; None: it has no calls.
+    """
+
+    def __init__(self, form: ReasoningFormat | None, state: State, calls: ToolCallParser | None) -> None:
+        self._form, self._calls = form, calls
+        # A model may write the start mark although the prompt ends with it.
+        self._state: State = "content" if form is None or state == "content" else "start"
+        self._default: State = "reasoning" if state == "reasoning" else "content"  # of a text without a start mark
+        self._pending = ""
+        self._skips_space = False  # white space before the next text is dropped
+        self.num_reasoning_tokens = 0
+
+    @staticmethod
+    def of(form: ReasoningFormat | None, state: State, calls: ToolCallParser | None) -> AnswerParser:
+        return (HarmonyParser if form is HARMONY_CHANNELS else AnswerParser)(form, state, calls)
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True if the text so far ends in thoughts."""
+        return "reasoning" in (self._state, self._default if self._state == "start" else "")
+
+    def read(self, chunks: Iterable[StreamChunk], *, is_last: bool) -> Parts:
+        """Add the next chunks, count the tokens of thoughts, and return what is new."""
+        parts = []
+        for chunk in chunks:
+            was_in_reasoning = self.in_reasoning
+            parts.append(self.push(chunk.text))
+            self.num_reasoning_tokens += chunk.token_id is not None and (was_in_reasoning or self.in_reasoning)
+        if is_last:
+            parts.append(self.push("", is_last=True))
+        reasoning, content = "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+        return Parts(reasoning, content, [call for part in parts for call in part.calls])
+
+    def push(self, text: str, *, is_last: bool = False) -> Parts:
+        """Add text; return what is new. After the last text, incomplete marks are text."""
+        self._pending += text
+        reasoning = "" if self._form is None else self._take_reasoning(self._form, is_last)
+        if self._state != "content":
+            return Parts(reasoning, "", [])
+        content, self._pending = self._pending, ""
+        if self._skips_space:
+            content = content.lstrip()
+            self._skips_space = not content
+        if self._calls is None:
+            return Parts(reasoning, content, [])
+        return Parts(reasoning, *(self._calls.finish(content) if is_last else self._calls.push(content)))
+
+    def _take_reasoning(self, form: ReasoningFormat, is_last: bool) -> str:
+        """Return the thoughts in the pending text, without the white space around them."""
+        if self._state == "start":
+            text = self._pending.lstrip()
+            if len(text) < len(form.start) and form.start.startswith(text) and not is_last:
+                return ""
+            has_mark = text.startswith(form.start)
+            self._state = "reasoning" if has_mark else self._default
+            if self._state == "reasoning":
+                self._pending, self._skips_space = text[len(form.start) * has_mark :], True
+        if self._state != "reasoning":
+            return ""
+        text, mark, rest = split_at(self._pending, (form.end,))
+        if is_last and not mark:
+            text, rest = text + rest, ""
+        reasoning = text.rstrip()
+        if mark:
+            self._state, self._pending = "content", rest
+        else:
+            self._pending = "" if is_last else text[len(reasoning) :] + rest
+        if self._skips_space:
+            reasoning = reasoning.lstrip()
+        self._skips_space = bool(mark) or (self._skips_space and not reasoning)
+        return reasoning
+
+
+class HarmonyParser(AnswerParser):
+    """Separates messages of harmony: a header with a channel or a function, ``<|message|>``, a text and an end mark.
+
+    The channel ``analysis`` is reasoning; a message to a function is its call; all others are content.
+    """
+
+    def __init__(self, form: ReasoningFormat | None, state: State, calls: ToolCallParser | None) -> None:
+        super().__init__(form, state, calls)
+        self._state, self._header, self._default = state, "", "content"
+        self._known, self._is_new = set[State](), True  # states that had text; no text of this message is passed on
+
+    def push(self, text: str, *, is_last: bool = False) -> Parts:
+        """Add text; return what is new. A message without a header is content."""
+        self._pending += text
+        texts, calls = {"reasoning": "", "content": ""}, list[ToolCall]()
+        while self._state != "start" or self._read_header(is_last):
+            body, mark, rest = split_at(self._pending, _ENDS)
+            if is_last and not mark:
+                body, rest = body + rest, ""
+            if self._state != "call":
+                texts[self._state] += self._with_break(body)
+            elif mark or is_last:
+                raw = self._header + body
+                content, found = (raw + mark, []) if self._calls is None else self._calls.read(raw, mark)
+                texts["content"], calls = texts["content"] + content, calls + found
+            else:
+                rest = self._pending
+            self._pending = rest
+            if not mark:
+                break
+            self._state = "start"
+        return Parts(texts["reasoning"], texts["content"], calls)
+
+    def _with_break(self, text: str) -> str:
+        """Return the text of a message, after an empty line if an earlier message has the same kind."""
+        if not text or not self._is_new:
+            return text
+        is_first, self._is_new = self._state not in self._known, False
+        self._known.add(self._state)
+        return text if is_first else f"\n\n{text}"
+
+    def _read_header(self, is_last: bool) -> bool:
+        """Set the state of the next message; return False if its header is incomplete."""
+        header, mark, rest = split_at(self._pending, (_MESSAGE,))
+        text = self._pending.lstrip()
+        is_header = any(text.startswith(each) or each.startswith(text) for each in _OPENINGS)
+        if is_header and not mark and not is_last:
+            return False
+        if not is_header or (not mark and text and not text.startswith("<|")):
+            self._state, self._header, self._is_new = "content", "", True
+            return True
+        self._pending = rest if mark else ""
+        if mark:
+            is_analysis = re.search(r"<\|channel\|>\s*analysis\b", header) is not None
+            self._state = "call" if re.search(r"\bto=\S", header) else "reasoning" if is_analysis else "content"
+            self._header, self._is_new = header + mark, True
+        return bool(mark)
