@@ -4,7 +4,15 @@ import signal
 
 import pytest
 
-from tests.support.server import ServerProcess, check_drain, write_model
+from tests.support.server import (
+    THINKING_SPECIALS,
+    THINKING_TEMPLATES,
+    THINKING_TEXTS,
+    ServerProcess,
+    check_drain,
+    make_tokenizer,
+    write_model,
+)  # fmt: skip
 
 KEYS = ("the-first-api-key", "the-second-api-key")
 MAX_SEQS = 8
@@ -33,6 +41,17 @@ def server(model, tmp_path_factory):
     process.session_folder = sessions
     yield process
     check_drain(process)
+
+
+@pytest.fixture(scope="session")
+def thinker(tmp_path_factory):
+    """Start a server of a model whose answers may begin with thoughts."""
+    folder = tmp_path_factory.mktemp("thinker") / "model"
+    tokenizer = make_tokenizer(THINKING_SPECIALS, THINKING_TEXTS)
+    write_model(folder, tokenizer=tokenizer, templates=THINKING_TEMPLATES)
+    process = ServerProcess(folder, "--limit=max_prompt_chars=4000", keys=KEYS)
+    yield process
+    process.stop(signal.SIGKILL)
 
 
 @pytest.fixture

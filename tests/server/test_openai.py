@@ -11,7 +11,9 @@ import pydantic
 import pytest
 
 from tests.server.conftest import KEYS, LIMITS
-from tests.support.server import CALL, forced, open_stream
+from tests.support.server import (
+    ANALYSIS, ARGUMENTS, CALL, CHANNEL, END_CALL, END_MESSAGE, HEADER, MESSAGE, forced, open_stream,
+)  # fmt: skip
 
 openai = pytest.importorskip("openai")
 
@@ -133,6 +135,25 @@ def test_tool_choice_none_leaves_the_text(client):
     choice = client.chat.completions.create(model="tiny", **body).choices[0]
     assert choice.finish_reason == "length"
     assert choice.message.content == f"{CALL}</tool_call>", "the first mark is a special token, which has no text"
+
+
+def test_reasoning_and_a_call(thinker):
+    """A model writes thoughts, then a call; both are in the response and in the stream."""
+    tokens = (CHANNEL, ANALYSIS, MESSAGE, *b"XY", END_MESSAGE, HEADER, ARGUMENTS, END_CALL)
+    body = {"model": "tiny", "messages": HELLO, "tools": TOOLS, **arguments(*tokens)}
+    with openai.OpenAI(**options(thinker)) as client:
+        reply = client.chat.completions.create(**body)
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    choice, (call,) = reply.choices[0], reply.choices[0].message.tool_calls
+    assert (choice.message.reasoning_content, choice.message.content, choice.finish_reason) == (
+        "XY",
+        None,
+        "tool_calls",
+    )
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Rome"}
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 4
+    assert "".join(getattr(chunk.delta, "reasoning_content", "") for chunk in chunks) == "XY"
+    assert chunks[-1].finish_reason == "tool_calls"
 
 
 # ---------------------------------------------------------------- structured output

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,27 +38,47 @@ CHAT_TEMPLATE = """{%- if messages[0].content == 'bomb' %}{% for i in range(9999
 {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
 START_SECONDS = 60.0
 
+# A model that thinks: without tools it writes <think>, with tools the messages of gpt-oss. All marks are one token.
+THINKING_SPECIALS = ("<think>", "</think>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
+THINKING_TEXTS = (
+    "analysis", "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+    '{"city": "Rome"}',
+)  # fmt: skip
+THINK, END_THINK, CHANNEL, MESSAGE, END_MESSAGE, END_CALL, ANALYSIS, HEADER, ARGUMENTS = range(257, 266)
+THINKING_TEMPLATES = {
+    "chat_template.jinja": """{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
+{%- if turn.reasoning_content %}({{ turn.reasoning_content }}){% endif %}
+{% endfor %}{% if add_generation_prompt %}[assistant] {% if thinks or reasoning_effort == 'high' %}<think>
+{% elif thinks is false %}<think></think>{% endif %}{% endif %}""",
+    "additional_chat_templates/tool_use.jinja": """{{ reasoning_effort }}{# <|channel|><|message|> #}
+{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
+{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}""",
+}
 
-def make_tokenizer() -> HFTokenizer:
-    """Return a tokenizer with a token per byte (its id is the byte), an end token and the marks of tool calls."""
+
+def make_tokenizer(specials: Sequence[str] = MARKS[:1], texts: Sequence[str] = MARKS[1:]) -> HFTokenizer:
+    """Return a tokenizer with a token per byte (its id is the byte), an end token, special tokens and further texts."""
     characters = {byte: character for character, byte in byte_alphabet().items()}
     backend = Tokenizer(models.BPE({characters[byte]: byte for byte in range(256)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["</s>", MARKS[0]])
-    backend.add_tokens(list(MARKS[1:]))
+    backend.add_special_tokens(["</s>", *specials])
+    backend.add_tokens(list(texts))
     return HFTokenizer(backend, {"eos": "</s>"})
 
 
-def write_model(folder: Path, *, seed: int = 0) -> Path:
+def write_model(
+    folder: Path, *, seed: int = 0, tokenizer: HFTokenizer | None = None, templates: Mapping[str, str] | None = None
+) -> Path:
     """Write a random decoder of two layers whose greedy text depends on the whole context."""
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     layer = LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(96))
     config = ModelConfig(
         hidden_size=64, vocab_size=tokenizer.vocab_size, max_seq_len=LIMIT, decoder=StackConfig(2, {"L": layer})
     )
     torch.manual_seed(seed)
-    files = {"chat_template.jinja": CHAT_TEMPLATE.encode()}
+    sources = templates or {"chat_template.jinja": CHAT_TEMPLATE}
+    files = {name: source.encode() for name, source in sources.items()}
     save_checkpoint(folder, config, build(config).float().state_dict(), tokenizer, files=files)
     return folder
 

@@ -136,6 +136,8 @@ class _Answer:
         reasoning, content, calls = self._parser.read(chunks, is_last=is_last)
         if self._group.num_reasoning_tokens is not None:
             self._group.num_reasoning_tokens = self._parser.num_reasoning_tokens
+        if "reasoning" not in self._open:
+            reasoning = reasoning.lstrip("\n")  # an empty line between the thoughts of two messages
         events = [self._write("reasoning", reasoning)] if reasoning else []
         self._space += content
         is_empty = is_last and not self._items and not calls
