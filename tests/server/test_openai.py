@@ -11,9 +11,7 @@ import pydantic
 import pytest
 
 from tests.server.conftest import KEYS, LIMITS
-from tests.support.server import (
-    ANALYSIS, ARGUMENTS, CALL, CHANNEL, END_CALL, END_MESSAGE, HEADER, MESSAGE, forced, open_stream,
-)  # fmt: skip
+from tests.support.server import CALL, THINKING_CALL, forced, open_stream
 
 openai = pytest.importorskip("openai")
 
@@ -139,8 +137,7 @@ def test_tool_choice_none_leaves_the_text(client):
 
 def test_reasoning_and_a_call(thinker):
     """A model writes thoughts, then a call; both are in the response and in the stream."""
-    tokens = (CHANNEL, ANALYSIS, MESSAGE, *b"XY", END_MESSAGE, HEADER, ARGUMENTS, END_CALL)
-    body = {"model": "tiny", "messages": HELLO, "tools": TOOLS, **arguments(*tokens)}
+    body = {"model": "tiny", "messages": HELLO, "tools": TOOLS, **arguments(*THINKING_CALL)}
     with openai.OpenAI(**options(thinker)) as client:
         reply = client.chat.completions.create(**body)
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
@@ -153,7 +150,7 @@ def test_reasoning_and_a_call(thinker):
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Rome"}
     assert reply.usage.completion_tokens_details.reasoning_tokens == 4
     assert "".join(getattr(chunk.delta, "reasoning_content", "") for chunk in chunks) == "XY"
-    assert chunks[-1].finish_reason == "tool_calls"
+    assert chunks[-1].finish_reason == choice.finish_reason == "tool_calls"
 
 
 # ---------------------------------------------------------------- structured output

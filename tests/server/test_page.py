@@ -18,7 +18,7 @@ from kvad.server.app import PAGE_FILES, PAGE_HEADERS, STATIC
 from kvad.server.routing import merge_replies
 from kvad.train.monitoring.metrics import MetricsFile, read_metrics
 from tests.server.conftest import KEYS
-from tests.support.server import ServerProcess, forced, open_stream, parse_events, write_translator
+from tests.support.server import END_THINK, THINK, ServerProcess, forced, open_stream, parse_events, write_translator
 
 FILES = {name: (STATIC / name).read_text("utf-8") for name in PAGE_FILES.values()}
 SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}
@@ -542,6 +542,30 @@ def percent(share):
 
 
 # ---------------------------------------------------------------- translation and training
+
+
+def test_thoughts_are_folded(open_page, thinker):
+    """Thoughts are above the answer, as text, and shown on request; a reload keeps them."""
+    page = open_page(thinker, key=KEYS[0])
+    fields = forced(THINK, *b"<b>X", END_THINK, *b"AZ")
+    page.route(
+        "**/chat/completions", lambda route: route.continue_(post_data={**route.request.post_data_json, **fields})
+    )
+    page.fill("#message", "hi")
+    page.press("#message", "Enter")
+    page.wait_for_selector("#send:not(.stop)")
+    for _ in range(2):
+        answer = page.locator("article.assistant")
+        answer.get_by_text("AZ").wait_for()
+        assert answer.locator(".markdown").inner_text() == "AZ"
+        assert (answer.locator("summary").inner_text(), answer.locator("details div").is_visible()) == (
+            "Thoughts",
+            False,
+        )
+        answer.locator("summary").press("Enter")
+        assert answer.locator("details div").inner_text() == "<b>X"
+        check_themes(page, "cache")
+        page.reload()
 
 
 def test_translation_and_training(open_page, tmp_path):

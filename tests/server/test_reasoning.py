@@ -9,25 +9,14 @@ import pytest
 from kvad.engine import StreamChunk
 from kvad.engine.scheduling import StructuredOutput
 from kvad.server.api import responses
+from kvad.server.api.chat import _harmony_message
 from kvad.server.api.reasoning import FORMATS, HARMONY_CHANNELS, AnswerParser, find_reasoning
 from kvad.server.api.schema import ResponsesBody
 from kvad.server.api.structured import _after
 from kvad.server.api.tool_formats import HARMONY, PLAIN_JSON, call_grammar, find_format
 from kvad.server.api.tools import ToolCallParser
 from tests.server.test_tools import FORMS, PLAIN, F, G, _skip_check, compiler_of  # noqa: F401  # a fixture
-from tests.support.server import (
-    ANALYSIS,
-    ARGUMENTS,
-    CHANNEL,
-    END_CALL,
-    END_MESSAGE,
-    END_THINK,
-    HEADER,
-    MESSAGE,
-    THINK,
-    forced,
-    parse_events,
-)  # fmt: skip
+from tests.support.server import END_THINK, THINK, THINKING_CALL, forced, parse_events
 
 THINKING = FORMATS[-1]
 CALLS = f"<tool_call>{PLAIN}</tool_call>"
@@ -194,7 +183,7 @@ def test_messages_of_harmony_in_grammars():
 USER = [{"role": "user", "content": "hello"}]
 WEATHER = [{"type": "function", "function": {"name": "get_weather"}}]
 CHAT = "/v1/chat/completions"
-A_CALL = (CHANNEL, ANALYSIS, MESSAGE, *b"XY", END_MESSAGE, HEADER, ARGUMENTS, END_CALL, *b"AB")
+A_CALL = (*THINKING_CALL, *b"AB")
 
 
 def chat(server, *tokens, **fields):
@@ -321,3 +310,13 @@ def test_effort_and_thoughts_of_earlier_turns_are_rendered(thinker):
     turn = {"role": "assistant", "content": "x"}
     sizes = [size(messages=[*USER, {**turn, name: "so"}]) for name in ("refusal", "reasoning", "reasoning_content")]
     assert sizes[1] == sizes[2] == sizes[0] + len("(so)")
+
+
+def test_calls_of_a_conversation_are_as_the_template_of_gpt_oss_reads_them():
+    call = {"role": "assistant", "tool_calls": [{}]}
+    for fields, expected in (
+        ({"content": None}, {}), ({"content": "x"}, {"content": "x"}),
+        ({"content": "x", "reasoning_content": "so"}, {"reasoning_content": "so", "thinking": "so"}),
+    ):  # fmt: skip
+        assert _harmony_message({**call, **fields}) == {**call, **expected}
+    assert _harmony_message({"role": "user", "content": ""}) == {"role": "user", "content": ""}

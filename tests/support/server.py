@@ -45,6 +45,7 @@ THINKING_TEXTS = (
     '{"city": "Rome"}',
 )  # fmt: skip
 THINK, END_THINK, CHANNEL, MESSAGE, END_MESSAGE, END_CALL, ANALYSIS, HEADER, ARGUMENTS = range(257, 266)
+THINKING_CALL = (CHANNEL, ANALYSIS, MESSAGE, *b"XY", END_MESSAGE, HEADER, ARGUMENTS, END_CALL)
 THINKING_TEMPLATES = {
     "chat_template.jinja": """{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
 {%- if turn.reasoning_content %}({{ turn.reasoning_content }}){% endif %}

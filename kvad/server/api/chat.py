@@ -107,6 +107,9 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     settings = _settings(context, body)
     settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     context.llm.builder.generation(None, settings)  # raises before the template is rendered
+    thinking = reasoning.find_reasoning(source)
+    if thinking is HARMONY_CHANNELS:
+        messages = list(map(_harmony_message, messages))
     with naming("messages"):
         tokens = await context.threads.run(
             size,
@@ -118,7 +121,6 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
             variables=variables,
             adapter=adapter,
         )
-    thinking = reasoning.find_reasoning(source)
     final = messages[-1]["content"] if body.continue_final_message else None
     state = _state(context, thinking, tokens, final)
     if use is not None:
@@ -231,6 +233,15 @@ def check_messages(
             ]
         checked.append(message)
     return checked
+
+
+def _harmony_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as gpt-oss's template reads it: a call has thoughts or a content, and no empty one."""
+    thoughts = message.get("reasoning_content")
+    if not message.get("tool_calls") or (message.get("content") and not thoughts):
+        return message
+    others = {name: value for name, value in message.items() if name != "content"}
+    return {**others, "thinking": thoughts} if thoughts else others
 
 
 def _part_text(part: Any, index: int) -> str:

@@ -141,6 +141,7 @@ export const newRequestId = () => Array.from(crypto.getRandomValues(new Uint8Arr
 export class Run {
   id = newRequestId();
   text = "";
+  reasoning = "";
   tokens = []; // {text, logprob, top: [{text, logprob}], id}
   numTokens = 0;
   state = "waiting"; // then "running", "done", "stopped" or "failed"
@@ -181,11 +182,12 @@ export class Run {
     if (choice) {
       if (this.state === "waiting") { this.state = "running"; this.first = performance.now(); }
       this.text += choice.text ?? choice.delta?.content ?? "";
+      this.reasoning += choice.delta?.reasoning_content ?? "";
       this.finish = choice.finish_reason ?? this.finish;
       const ids = choice.token_ids ?? [];
       const scores = choice.logprobs?.content ?? completionScores(choice.logprobs);
       const added = Math.max(ids.length, scores.length);
-      this.numTokens += added || (choice.text || choice.delta?.content ? 1 : 0);
+      this.numTokens += added || (choice.text || choice.delta?.content || choice.delta?.reasoning_content ? 1 : 0);
       for (let index = 0; index < added; index++) this.tokens.push(detail(scores[index], ids[index]));
       this.last = performance.now();
     }

@@ -102,9 +102,12 @@ export class Thread {
       body.append(view.text);
     } else {
       view.text = h("div");
+      view.summary = h("summary");
+      view.reasoning = h("div");
+      view.thoughts = h("details", { class: "thoughts", hidden: true }, view.summary, view.reasoning);
       view.markdown = new MarkdownView(view.text);
       view.tokens = new TokenView((index) => this.app.showAttention(() => this.#contextOf(node), index));
-      body.append(view.text, view.tokens.element);
+      body.append(view.thoughts, view.text, view.tokens.element);
     }
     element.append(view.notice, view.foot);
     return view;
@@ -119,6 +122,9 @@ export class Thread {
       const details = store.tokenDetails.get(node.id);
       const showsTokens = this.app.showsTokens && details?.length > 0;
       view.text.hidden = showsTokens;
+      view.thoughts.hidden = showsTokens || !node.reasoning;
+      view.reasoning.textContent = node.reasoning ?? "";
+      view.summary.textContent = active && !node.content ? "Thinking…" : "Thoughts";
       view.tokens.element.hidden = !showsTokens;
       if (showsTokens) view.tokens.update(details);
       else view.markdown.update(node.content);
@@ -142,7 +148,7 @@ export class Thread {
     } else if (isEnd && finish === "length" && !(node.meta.stats?.tokens >= node.meta.limit)) {
       parts.push(notice("Stopped: the context is full. Start a new chat, or shorten this one.", null));
     } else if (isEnd && finish === "length") {
-      parts.push(notice(`Stopped at the limit of ${count(node.meta.limit ?? 0)} new tokens.`, "Continue", () => this.#continue(node)));
+      parts.push(notice(`Stopped at the limit of ${count(node.meta.limit ?? 0)} new tokens.`, node.content ? "Continue" : "Try again", () => (node.content ? this.#continue(node) : this.#regenerate(node))));
     } else if (isEnd && node.meta.limit !== undefined && finish === undefined) {
       parts.push(notice("This answer was interrupted.", node.content ? "Continue" : "Try again", () => (node.content ? this.#continue(node) : this.#regenerate(node))));
     } else if (isEnd && finish === "stopped") {
@@ -261,13 +267,14 @@ export class Thread {
     const { conversation, settings } = this.app;
     const messages = this.#messages(conversation, isContinued ? node : conversation.nodes[node.parent], settings);
     const before = isContinued ? node.content : "";
+    const thoughts = (isContinued && node.reasoning) || "";
     const details = isContinued && store.tokenDetails.has(node.id) ? [...store.tokenDetails.get(node.id)] : [];
     const body = { model: this.app.model.id, messages, ...requestFields(this.app, conversation), ...detailFields(this.app, "chat") };
     if (isContinued) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
     node.meta = { limit: body.max_tokens };
     const update = coalesce(() => this.#onUpdate(entry), 50);
     const run = new Run("v1/chat/completions", body, update);
-    const entry = { run, conversation, node, before, details, saved: performance.now() };
+    const entry = { run, conversation, node, before, thoughts, details, saved: performance.now() };
     this.#runs.set(conversation.id, entry);
     this.app.addRequest(run.id, conversation);
     store.touch(conversation);
@@ -283,6 +290,7 @@ export class Thread {
   #onUpdate(entry) {
     const { run, conversation, node } = entry;
     node.content = entry.before + run.text;
+    node.reasoning = entry.thoughts + run.reasoning;
     if (run.tokens.some((token) => token.logprob !== null)) store.tokenDetails.set(node.id, [...entry.details, ...run.tokens]);
     if (performance.now() - entry.saved > SAVE_EVERY) { entry.saved = performance.now(); store.save(conversation); }
     if (this.app.conversation !== conversation) return;
