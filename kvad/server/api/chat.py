@@ -373,13 +373,9 @@ def _template_variables(context: ApiContext, body: ChatBody, source: str, specia
     generation.check_chars(context, "chat_template_kwargs", variables)
     for name in variables:
         if name in RESERVED_VARIABLES or name in specials:
-            raise invalid(
-                f"chat_template_kwargs.{name}", "must not be given, because the server sets it. Leave it out."
-            )
+            raise invalid(f"chat_template_kwargs.{name}", "is set by the server. Leave it out.")
     if body.reasoning_effort is not None:
         if re.search(r"\breasoning_effort\b", source) is None:
-            raise invalid(
-                "reasoning_effort", "is not supported, because the chat template does not read it. Leave it out."
-            )
+            raise invalid("reasoning_effort", "is not read by the chat template. Leave it out.")
         variables["reasoning_effort"] = body.reasoning_effort
     return variables
