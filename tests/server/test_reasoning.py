@@ -212,6 +212,9 @@ def test_reasoning_of_a_server(thinker):
     assert (message["reasoning_content"], message["content"], num_tokens) == ("XY", None, 2)
     message, _, num_tokens = chat(thinker, *b"XY", chat_template_kwargs={"thinks": False})
     assert "reasoning_content" not in message and (message["content"], num_tokens) == ("XY", 0)
+    final = {"role": "assistant", "content": "<think>so"}
+    message, _, _ = chat(thinker, *b"XY", messages=[*USER, final], continue_final_message=True)
+    assert (message["reasoning_content"], message["content"]) == ("XY", None)
     form = {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}
     message, finish, _ = chat(thinker, *b"XY", END_THINK, *b"5", response_format=form, max_tokens=20)
     assert (message["content"], finish) == ("5", "stop"), "no thoughts are required"
@@ -235,6 +238,8 @@ def items_of(events):
         own = [event for event in events if event.get("output_index") == index]
         assert (own[0]["type"], own[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
         assert own[0]["item"]["id"] == item["id"] and own[-1]["item"] == item
+        if item["type"] != "message":  # its text may continue after calls
+            assert events.index(own[-1]) - events.index(own[0]) == len(own) - 1
         if item["type"] != "function_call":
             deltas = [event["delta"] for event in own if event["type"].endswith("text.delta")]
             assert "".join(deltas) == item["content"][0]["text"]
@@ -248,7 +253,9 @@ def test_reasoning_of_responses(thinker):
     reply = thinker.post("/v1/responses", input="hello", **body).json()
     events = parse_events(thinker.post("/v1/responses", input="hello", **body, stream=True).text)
     (item,) = items_of(events)
-    assert item == ("reasoning", "incomplete", reply["output"][0]["content"][0]["text"]) and item[2]
+    (other,) = reply["output"]
+    assert item == ("reasoning", "incomplete", other["content"][0]["text"]) and item[2]
+    assert other["status"] == "incomplete"
     assert reply["usage"]["output_tokens_details"]["reasoning_tokens"] == 9
     part = {"type": "reasoning_text", "text": "so"}
     history = [*USER, {"type": "reasoning", "id": "rs", "summary": [], "content": [part]}]
@@ -310,6 +317,9 @@ def test_effort_and_thoughts_of_earlier_turns_are_rendered(thinker):
     turn = {"role": "assistant", "content": "x"}
     sizes = [size(messages=[*USER, {**turn, name: "so"}]) for name in ("refusal", "reasoning", "reasoning_content")]
     assert sizes[1] == sizes[2] == sizes[0] + len("(so)")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    sizes = [size(messages=[*USER, {**call, "reasoning": text}], tools=WEATHER) for text in ("so", "sososo")]
+    assert sizes[1] == sizes[0] + 4, "gpt-oss's template reads them as thinking"
 
 
 def test_calls_of_a_conversation_are_as_the_template_of_gpt_oss_reads_them():

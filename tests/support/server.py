@@ -52,7 +52,7 @@ THINKING_TEMPLATES = {
 {% endfor %}{% if add_generation_prompt %}[assistant] {% if thinks or reasoning_effort == 'high' %}<think>
 {% elif thinks is false %}<think></think>{% endif %}{% endif %}""",
     "additional_chat_templates/tool_use.jinja": """{{ reasoning_effort }}{# <|channel|><|message|> #}
-{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
+{% for turn in messages %}[{{ turn.role }}] {{ turn.content or turn.thinking }}
 {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}""",
 }
 

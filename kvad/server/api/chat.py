@@ -131,7 +131,6 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     session = generation.session_of(body, key, body.n)
     group = RequestGroup(context, [submission], session=session, request_id=body.request_id)
     if body.reasoning_format == "none":
-        use = None if thinking is HARMONY_CHANNELS else use  # its calls are messages
         thinking = None
     group.num_reasoning_tokens = None if thinking is None else 0
     return group, [AnswerParser.of(thinking, state, None if use is None else use.parser()) for _ in range(body.n)]
