@@ -168,19 +168,7 @@ async def _constrain(
     thinking: ReasoningFormat | None,
     state: State,
 ) -> ToolUse | None:
-    """Add the structured output and the marks of an answer to the settings.
-
-    Args:
-        context: Parts of all routes.
-        body: The request.
-        settings: Fields of SamplingParams, which are changed.
-        use: Use of the tools.
-        thinking: Marks of thoughts, which may precede a structured output.
-        state: State in which the answer begins.
-
-    Returns:
-        The use of the tools; None if the answer has no calls.
-    """
+    """Add structured output, visible marks and end tokens to the settings; return the use of tools in the answer."""
     thoughts, marks = (Thoughts(), ()) if thinking is None else (thinking.grammar(state), thinking.all_marks)
     settings |= await structured_settings(context, body, thoughts, marks)
     if use is not None:
@@ -357,13 +345,7 @@ class _Answer:
 
 
 def _template_variables(context: ApiContext, body: ChatBody, source: str, specials: Collection[str]) -> dict[str, Any]:
-    """Return the variables of the chat template that the request gives.
-
-    Args:
-        context: Parts of all routes.
-        body: The request.
-        source: The template.
-        specials: Names of the variables that are special tokens.
+    """Return the variables of the chat template that the request gives; ``specials``: those that are special tokens.
 
     Raises:
         ApiError: 400 for a variable that has another origin, and for an effort that the template does not read.

@@ -381,20 +381,7 @@ def call_grammar(
         raise invalid(
             "tools", "strict is not supported with this model, whose tool calls are not read. Set it to false."
         )
-    lines, calls = list[str](), list[str]()
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        if name not in (None, function["name"]):
-            continue
-        is_strict, schema = function.get("strict") is True, function.get("parameters") or {}
-        rule, calls = f"arguments_{index}", [*calls, f"call_{index}"]
-        if not (is_strict or is_required):
-            schema = {}
-        if form.tags is None:
-            lines.append(f"{rule}: {json_value({'type': 'object', **schema})}")
-        else:
-            lines += _tagged_arguments(rule, form.tags, schema, tool=index if is_strict else None)
-        lines.append(f"call_{index}: {form.call.format(name=function['name'], arguments=rule)}")
+    calls, lines = _call_rules(form, tools, name, is_required=is_required)
     several = f"call ({form.separator} call)*" if is_parallel and form.separator else "call"
     group, start = f"{form.opening} {several} {form.closing}", literal(form.start) if form.start else ""
     has_more = is_parallel and not form.separator and bool(form.start)
@@ -417,6 +404,27 @@ def call_grammar(
             *thoughts.rules, "ws: SPACE?", f"SPACE: /{_SPACE}/", TEXT_RULE,
         )
     )  # fmt: skip
+
+
+def _call_rules(
+    form: ToolFormat, tools: list[dict[str, Any]], name: str | None, *, is_required: bool
+) -> tuple[list[str], list[str]]:
+    """Return the names of the rules of calls, and all their rules."""
+    lines, calls = list[str](), list[str]()
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        if name not in (None, function["name"]):
+            continue
+        is_strict, schema = function.get("strict") is True, function.get("parameters") or {}
+        rule, calls = f"arguments_{index}", [*calls, f"call_{index}"]
+        if not (is_strict or is_required):
+            schema = {}
+        if form.tags is None:
+            lines.append(f"{rule}: {json_value({'type': 'object', **schema})}")
+        else:
+            lines += _tagged_arguments(rule, form.tags, schema, tool=index if is_strict else None)
+        lines.append(f"call_{index}: {form.call.format(name=function['name'], arguments=rule)}")
+    return calls, lines
 
 
 def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -> list[str]:
