@@ -133,6 +133,10 @@ def format_of(engine: str, precision: str, shape: Shape) -> str | None:
     """Return the format that an engine reads for a precision; None if it has none for this shape."""
     if shape.is_encoder_decoder and engine in ("llama.cpp", "openvino"):
         return None
+    if shape.experts and engine == "ctranslate2":
+        return None
+    if shape.experts and engine == "kvad" and precision != "int8":
+        return "kvad-bfloat16"  # Hugging Face's experts would be joined in memory, and computed in PyTorch
     return FORMAT_OF.get((engine, precision))
 
 

@@ -6,6 +6,7 @@ every run has the same ones.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -137,6 +138,7 @@ DEFAULT = (
     select("135m", ("prefix-hit-2048", "load"), ("bfloat16",)),
     select("1.1b", ("decode-128", "rows-8", "rows-32")),
     select("1.1b", ("mixed-8", "mixed-32", "prefill-512", "prefill-2048", "load"), ("bfloat16",)),
+    select("moe", ("decode-128", "rows-8", "rows-32", "prefill-512")),
     select("marian", ("translate-greedy", "translate-beam4")),
 )
 QUICK = (select("135m", ("decode-128", "rows-8", "prefill-512")),)
@@ -180,25 +182,25 @@ class Cost:
 
 def cost_of(shape: Shape, scenario: Scenario, precision: str) -> Cost:
     """Return what the scenario costs: weights once per step, each row's cache once per step."""
-    weights, per_token = shape.token_bytes(precision), shape.cache_bytes(precision)
+    per_token = shape.cache_bytes(precision)
     head = 2.0 * shape.head_weights
     if scenario.kind == "translate":
         return _translate_cost(shape, scenario, precision)
     if scenario.kind == "load":
-        return Cost(weights, 0.0)
+        return Cost(shape.token_bytes(precision, math.inf), 0.0)
     read = flops = 0.0
     if scenario.kind != "decode":  # a prompt's tokens attend to half of it on average
         for length in scenario.lengths:
             new = length - scenario.cached
             flops += new * shape.token_flops(scenario.cached + new / 2) + head
             read += per_token * scenario.cached
-        read += weights
+        read += shape.token_bytes(precision, sum(scenario.lengths) - len(scenario.lengths) * scenario.cached)
     if scenario.kind in ("decode", "mixed"):
         for length in scenario.lengths:
             context = length + scenario.new / 2
             flops += scenario.new * (shape.token_flops(context) + head)
             read += scenario.new * per_token * context
-        read += scenario.new * weights
+        read += scenario.new * shape.token_bytes(precision, scenario.rows)
     return Cost(read, flops)
 
 

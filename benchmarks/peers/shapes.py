@@ -6,6 +6,7 @@ Weights are a function of the shape and of the versions of torch and transformer
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ class Shape:
     """Sizes of one model."""
 
     name: str
-    kind: str  # llama, gpt2, marian or t5
+    kind: str  # llama, qwen3-moe, gpt2, marian or t5
     layers: int  # of the decoder, and of the encoder if there is one
     width: int
     inner: int
@@ -29,16 +30,30 @@ class Shape:
     kv_heads: int
     vocab: int
     head_dim: int = 64
+    experts: int = 0  # MLPs of a layer, of which a token chooses some; 0: one for all
+    chosen: int = 1
 
     @property
     def is_encoder_decoder(self) -> bool:
         return self.kind in ("marian", "t5")
 
     @property
+    def attention_weights(self) -> int:
+        return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of one MLP, or expert."""
+        return (3 if self.kind in ("llama", "qwen3-moe") else 2) * self.width * self.inner
+
+    @property
+    def router_weights(self) -> int:
+        return self.width * self.experts
+
+    @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of one decoder layer, without cross-attention."""
-        attention = self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + (3 if self.kind == "llama" else 2) * self.width * self.inner
+        """Weights that one token uses in one decoder layer, without cross-attention."""
+        return self.attention_weights + self.router_weights + self.chosen * self.mlp_weights
 
     @property
     def cross_weights(self) -> int:
@@ -49,9 +64,15 @@ class Shape:
     def head_weights(self) -> int:
         return self.width * self.vocab
 
-    def token_bytes(self, precision: str) -> float:
-        """Bytes of weights that a decoding step reads, however many rows it has; the head has the same precision."""
-        return STORED_BYTES[precision] * (self.layers * (self.layer_weights + self.cross_weights) + self.head_weights)
+    def read_weights(self, tokens: float) -> float:
+        """Weights of one layer that a step of some tokens reads; they choose experts independently of each other."""
+        share = 1 - (1 - self.chosen / self.experts) ** tokens if self.experts else 1
+        mlps = max(1, self.experts) * share
+        return self.attention_weights + self.router_weights + self.cross_weights + mlps * self.mlp_weights
+
+    def token_bytes(self, precision: str, tokens: float = 1) -> float:
+        """Bytes of weights that a step of some tokens reads; the head has the same precision."""
+        return STORED_BYTES[precision] * (self.layers * self.read_weights(tokens) + self.head_weights)
 
     def cache_bytes(self, precision: str) -> float:
         """Bytes of keys and values of one token."""
@@ -65,9 +86,9 @@ class Shape:
     @property
     def file_bytes(self) -> int:
         """Bytes of the bfloat16 checkpoint, about."""
-        embeddings = self.head_weights * (2 if self.kind == "llama" else 1)
-        encoder = self.layers * (self.layer_weights + self.cross_weights) if self.is_encoder_decoder else 0
-        return 2 * (self.layers * (self.layer_weights + self.cross_weights) + embeddings + encoder)
+        embeddings = self.head_weights * (2 if self.kind in ("llama", "qwen3-moe") else 1)
+        layers = self.layers * (2 if self.is_encoder_decoder else 1)
+        return round(2 * (layers * self.read_weights(math.inf) + embeddings))
 
 
 SHAPES = {
@@ -76,6 +97,7 @@ SHAPES = {
         Shape("12m", "llama", 6, 384, 1024, 6, 2, 4096),
         Shape("135m", "llama", 30, 576, 1536, 9, 3, 49152),
         Shape("1.1b", "llama", 22, 2048, 5632, 32, 4, 32000),
+        Shape("moe", "qwen3-moe", 12, 1024, 512, 16, 4, 32000, experts=64, chosen=8),
         Shape("gpt2", "gpt2", 12, 768, 3072, 12, 12, 50257),
         Shape("marian", "marian", 6, 512, 2048, 8, 8, 32001),
         Shape("t5-small", "t5", 6, 512, 2048, 8, 8, 32128),
@@ -96,6 +118,14 @@ def model_of(shape: Shape) -> Any:
             max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config)
+    if shape.kind == "qwen3-moe":
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=shape.vocab, hidden_size=shape.width, moe_intermediate_size=shape.inner, head_dim=shape.head_dim,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+            num_experts=shape.experts, num_experts_per_tok=shape.chosen, norm_topk_prob=True, mlp_only_layers=[],
+            max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        return transformers.Qwen3MoeForCausalLM(config)
     if shape.kind == "gpt2":
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=4096))
     if shape.kind == "marian":

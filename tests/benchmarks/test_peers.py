@@ -100,6 +100,15 @@ def test_rows_share_the_weights_and_not_the_cache():
     assert eight.flops == pytest.approx(8 * one.flops)
 
 
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    shape = SHAPES["moe"]
+    expert, rest = 3 * 1024 * 512, 1024 * 64 * (2 * 16 + 2 * 4) + 1024 * 64
+    assert shape.token_bytes("bfloat16") == pytest.approx(2 * (12 * (rest + 8 * expert) + 1024 * 32000))
+    assert shape.read_weights(8) == pytest.approx(rest + 64 * (1 - 0.875**8) * expert)
+    assert cost_of(shape, SCENARIOS["load"], "bfloat16").bytes == 2 * (12 * (rest + 64 * expert) + 1024 * 32000)
+    assert shape.token_flops(0) == 2 * 12 * (rest + 8 * expert)
+
+
 def test_a_cached_prefix_is_read_and_not_computed():
     shape = SHAPES["135m"]
     hit, miss = (cost_of(shape, SCENARIOS[name], "bfloat16") for name in ("prefix-hit-2048", "prefill-2048"))

@@ -97,7 +97,7 @@ def test_the_request_passes_the_listed_stops(llm: LLM) -> None:
 
 
 def test_the_page_names_every_file_of_a_decode_step(llm: LLM) -> None:
-    chunks = llm.stream("abc", max_tokens=6, temperature=0.7)
+    chunks = llm.stream("abc", max_tokens=6, temperature=0.7, ignore_eos=True)
     for _ in range(3):
         next(chunks)
     with recorded_calls() as calls:
