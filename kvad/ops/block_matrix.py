@@ -10,6 +10,7 @@ cannot hold (5 bits with a minimum, fewer bits, tables) are not in ``BLOCK_FORMA
     q5_0  d, 4 bytes, 16 bytes                w = d * (q - 16)           fifth bits in the 4 bytes
     q4_K  d, dmin, 12 bytes, 128 bytes        w = d s * q - dmin m       8 groups of 32, s and m have 6 bits
     q6_K  128 bytes, 64 bytes, 16 x int8, d   w = d s * (q - 32)         16 groups of 16
+    mxfp4 e, 16 bytes                         w = 2^(e - 128) * q        q: twice an E2M1 number, as an integer
 
 ``d``, ``m`` and ``dmin`` are float16.
 """
@@ -83,6 +84,13 @@ def _decode_q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return (low | high << 4).view(torch.int8) - 32, scale, None
 
 
+def _decode_mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    positive = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=blocks.device)
+    exponent = blocks[..., :1].int()
+    bits = torch.where(exponent < 2, 1 << 21 + exponent, exponent - 1 << 23)  # 2^-128 and 2^-127 are subnormal
+    return torch.cat((positive, -positive))[_nibbles(blocks[..., 1:]).int()], bits.int().view(torch.float32), None
+
+
 BLOCK_FORMATS = {
     "Q8_0": BlockFormat(32, 34, 8, 32, torch.float16, (0,), _decode_q8_0),
     "Q4_0": BlockFormat(32, 18, 4, 32, torch.float32, (0,), _decode_q4_0),
@@ -90,6 +98,7 @@ BLOCK_FORMATS = {
     "Q5_0": BlockFormat(32, 22, 8, 32, torch.float16, (0,), _decode_q5_0),
     "Q4_K": BlockFormat(256, 144, 4, 32, torch.float32, (0, 2), _decode_q4_k),
     "Q6_K": BlockFormat(256, 210, 8, 16, torch.float32, (208,), _decode_q6_k),
+    "MXFP4": BlockFormat(32, 17, 8, 32, torch.float32, (), _decode_mxfp4),
 }
 
 

@@ -46,7 +46,9 @@ def blocks(kind: str, rows: int, columns: int, generator: np.random.Generator) -
     """Return random blocks whose numbers are about 0.05."""
     known = BLOCK_FORMATS[kind]
     stored = generator.integers(0, 256, (rows, columns // known.size, known.num_bytes), dtype=np.uint8)
-    largest = {"Q8_0": 64, "Q5_0": 8, "Q4_0": 4, "Q4_1": 8, "Q4_K": 256, "Q6_K": 1024}[kind]
+    largest = {"Q8_0": 64, "Q5_0": 8, "Q4_0": 4, "Q4_1": 8, "Q4_K": 256, "Q6_K": 1024}.get(kind, 0)
+    if kind == "MXFP4":
+        stored[..., 0] = generator.integers(119, 124, stored.shape[:2])  # exponents
     for at in known.halves:
         values = generator.uniform(0.5, 1.0, (*stored.shape[:2], 1)) * 0.06 / largest
         values *= -4 if kind == "Q4_1" and at else 1
