@@ -50,6 +50,7 @@ from kvad.errors import ConfigError, MemoryPlanError
 from kvad.model.summarizer import Summarizer
 from kvad.model.transformer import Transformer
 from kvad.ops import attention, batch_invariant
+from kvad.ops.quantized_linear import quantize_matrix
 from kvad.planning.known_models import KNOWN_MODELS, known_model
 from tests.support.lab_models import (
     CONFIGS,
@@ -404,12 +405,28 @@ def fill(engine, config, options):
 
 
 def measured_step(
-    config, options, dtype="float32", *, budget=1024, ratio=9, summarizer=None, deterministic=False, native=False
+    config,
+    options,
+    dtype="float32",
+    *,
+    budget=1024,
+    ratio=9,
+    summarizer=None,
+    deterministic=False,
+    native=False,
+    bits=0,
 ):
-    """Run an engine, compare its peak with the plan's scratch and activations; return the plan and the peak."""
+    """Run an engine, compare its peak with the plan's scratch and activations; return the plan and the peak.
+
+    ``bits``: of the weights of experts; 0: as they are.
+    """
     choices = {"summarizer": summarizer, "deterministic": deterministic, "native": native}
     settings = EngineConfig(max_num_batched_tokens=budget, **choices)
-    engine = Engine(Transformer(config).to(getattr(torch, dtype)), options, settings)
+    model = Transformer(config).to(getattr(torch, dtype))
+    for part in ("gate", "up", "down") if bits else ():
+        name = f"decoder.layers.0.mlp.{part}"
+        model.use_quantized({name: quantize_matrix(model.get_parameter(name).detach().flatten(0, 1), bits, 32)})
+    engine = Engine(model, options, settings)
     fill(engine, config, options)
     with Peak() as measured:
         while not engine.idle:
@@ -444,6 +461,17 @@ def test_activations_of_a_native_step_are_planned():
     config, options, dtype = bounded(max_num_seqs=4, max_seq_len=1024, prefill_chunk_size=1024)
     plan, peak = measured_step(config, options, dtype, budget=4096, native=True)
     assert NATIVE_BYTES < peak <= plan.scratch + plan.activations
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_activations_of_native_experts_are_planned(bits, dtype):
+    """Each token has a row for each of its experts; with quantized weights, they are converted to integers."""
+    moe = medium_config(AttentionConfig(8), MoEConfig(160, 16, 8))
+    sizes = {"max_num_seqs": 4, "max_seq_len": 1024, "prefill_chunk_size": 1024}
+    config, options, _ = bounded(moe, dtype, cache_dtype=dtype, **sizes)
+    plan, peak = measured_step(config, options, dtype, budget=4096, native=True, bits=bits)
+    assert 5 * NATIVE_BYTES < peak <= plan.activations
 
 
 @pytest.mark.parametrize("name", BOUNDED)

@@ -15,6 +15,8 @@ Activations: the maximum over these moments, W the input width of the head:
     attention   c T (4 E + 4 (H D + K D) + 2 K Dv + 3 H Dv)   residual, norm; q, k during rotation; v; outputs
     MLP         c T (5 E + 3 F), gated 4 F                    two residuals, norm; up, gate, product
     experts     c T (8 E + 6 F + 10 count + 20 chosen)        all tokens may choose one expert; or 4 times the shared F
+                T (chosen ((6 + c / 2) E + 5 F) + c count)    of native kernels, with what attention has: a row for each
+                                                              chosen expert, with quantized weights as integers, too
     sources     c T (E + 2 K (D + Dv)) + e T K (D + Dv)       cross-attention keys and values while they are written
     logits      c T E + rows V (c + 3 * 4)                    one per sequence and draft, the sampler's float32 copies
                 c T (E + 3 W + n V) + S V (c + 3)             of an encoder: of every token (n = 1, plus 1 if scaled,
@@ -178,7 +180,7 @@ def _spec_of_layer(stack: cfg.StackConfig, index: int) -> tuple[str, cfg.TokenMi
 
 
 def _decoding(config: ModelConfig, stack: cfg.StackConfig, tokens: int, rows: int, tile_values: int, size: int) -> int:
-    moments = list(_layer_moments(config, stack, config.hidden_size))
+    moments = list(_layer_moments(config, stack, config.hidden_size, size))
     logits = tokens * config.hidden_size * size + rows * config.vocab_size * (size + 3 * 4)
     if tile_values:
         logits += _padded(rows) * (config.hidden_size + 2 * config.vocab_size) * size
@@ -189,7 +191,7 @@ def _encoding(
     config: ModelConfig, stack: cfg.StackConfig, cache: CacheConfig, tokens: int, tile_values: int, size: int
 ) -> int:
     width = encoder_hidden_size(config)
-    peak = size * (tokens * max(_layer_moments(config, stack, width)) + tile_values)
+    peak = size * (tokens * max(_layer_moments(config, stack, width, size)) + tile_values)
     if config.decoder is None:
         head_bytes = _head_bytes(config, cache, tokens, size)
         if tile_values:
@@ -243,18 +245,25 @@ def _padded(rows: int) -> int:
     return -(-rows // TILE) * TILE
 
 
-def _layer_moments(config: ModelConfig, stack: cfg.StackConfig, width: int) -> Iterator[int]:
-    """Yield the numbers per token at each moment of a layer."""
+def _layer_moments(config: ModelConfig, stack: cfg.StackConfig, width: int, size: int) -> Iterator[int]:
+    """Yield the numbers per token, of ``size`` bytes, at each moment of a layer."""
     for layer in stack.layer_types.values():
+        attending = 0
         for attention in (layer.attention, layer.cross_attention):
             if attention is not None:
                 heads, kv_heads, dim, value_dim = attention_dims(config, attention)
                 # A latent's own projections are no wider than the absorbed queries and outputs, one copy more of each.
                 copies = 4 if attention.latent is None else 5
                 values = (3 + 2 * attention.output_gate) * heads * value_dim
-                yield 4 * width + copies * (heads + kv_heads) * dim + 2 * kv_heads * value_dim + values
+                both = copies * (heads + kv_heads) * dim + 2 * kv_heads * value_dim
+                attending = max(attending, 4 * width + both + values)
+        yield attending
         if isinstance(layer.mlp, cfg.MoEConfig):
-            hidden = max(6 * layer.mlp.intermediate_size, 4 * (layer.mlp.shared_size or 0))
-            yield 8 * width + hidden + 10 * layer.mlp.num_experts + 20 * layer.mlp.num_experts_per_token
+            inner, shared = layer.mlp.intermediate_size, layer.mlp.shared_size or 0
+            chosen = layer.mlp.num_experts_per_token
+            rest = 10 * layer.mlp.num_experts + 20 * chosen
+            yield 8 * width + max(6 * inner, 4 * shared) + rest
+            pairs = chosen * ((6 + size // 2) * width + 5 * inner)
+            yield attending + 4 * shared + rest + -(-pairs // size)
         else:
             yield 5 * width + (3 if isinstance(layer.mlp, cfg.PlainMLPConfig) else 4) * layer.mlp.intermediate_size
