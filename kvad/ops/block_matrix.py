@@ -10,7 +10,7 @@ cannot hold (5 bits with a minimum, fewer bits, tables) are not in ``BLOCK_FORMA
     q5_0  d, 4 bytes, 16 bytes                w = d * (q - 16)           fifth bits in the 4 bytes
     q4_K  d, dmin, 12 bytes, 128 bytes        w = d s * q - dmin m       8 groups of 32, s and m have 6 bits
     q6_K  128 bytes, 64 bytes, 16 x int8, d   w = d s * (q - 32)         16 groups of 16
-    mxfp4 e, 16 bytes                         w = 2^(e - 128) * q        q: twice an E2M1 number, as an integer
+    mxfp4 e, 16 bytes                         w = 2^(e - 128) * q        q: twice an E2M1 number
 
 ``d``, ``m`` and ``dmin`` are float16.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvad.ops.quantized_linear import QuantizedLinear, QuantizedMatrix
+from kvad.ops.quantized_linear import QuantizedLinear, QuantizedMatrix, WeightFormat
 
 CHUNK = 1 << 22  # weights that are converted at a time
 
@@ -33,9 +33,7 @@ class BlockFormat(NamedTuple):
 
     size: int  # weights of a block
     num_bytes: int
-    bits: int
-    group_size: int
-    scale_dtype: torch.dtype
+    quantized: WeightFormat
     halves: tuple[int, ...]  # positions of float16 numbers
     decode: Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]  # numbers [.., size], scales, minima
 
@@ -85,20 +83,19 @@ def _decode_q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _decode_mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    positive = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=blocks.device)
     exponent = blocks[..., :1].int()
     bits = torch.where(exponent < 2, 1 << 21 + exponent, exponent - 1 << 23)  # 2^-128 and 2^-127 are subnormal
-    return torch.cat((positive, -positive))[_nibbles(blocks[..., 1:]).int()], bits.int().view(torch.float32), None
+    return _nibbles(blocks[..., 1:]), bits.int().view(torch.float32), None
 
 
 BLOCK_FORMATS = {
-    "Q8_0": BlockFormat(32, 34, 8, 32, torch.float16, (0,), _decode_q8_0),
-    "Q4_0": BlockFormat(32, 18, 4, 32, torch.float32, (0,), _decode_q4_0),
-    "Q4_1": BlockFormat(32, 20, 4, 32, torch.float16, (0, 2), _decode_q4_1),
-    "Q5_0": BlockFormat(32, 22, 8, 32, torch.float16, (0,), _decode_q5_0),
-    "Q4_K": BlockFormat(256, 144, 4, 32, torch.float32, (0, 2), _decode_q4_k),
-    "Q6_K": BlockFormat(256, 210, 8, 16, torch.float32, (208,), _decode_q6_k),
-    "MXFP4": BlockFormat(32, 17, 8, 32, torch.float32, (), _decode_mxfp4),
+    "Q8_0": BlockFormat(32, 34, WeightFormat(8, 32, torch.float16), (0,), _decode_q8_0),
+    "Q4_0": BlockFormat(32, 18, WeightFormat(4, 32, torch.float32), (0,), _decode_q4_0),
+    "Q4_1": BlockFormat(32, 20, WeightFormat(4, 32, torch.float16), (0, 2), _decode_q4_1),
+    "Q5_0": BlockFormat(32, 22, WeightFormat(8, 32, torch.float16), (0,), _decode_q5_0),
+    "Q4_K": BlockFormat(256, 144, WeightFormat(4, 32, torch.float32), (0, 2), _decode_q4_k),
+    "Q6_K": BlockFormat(256, 210, WeightFormat(8, 16, torch.float32), (208,), _decode_q6_k),
+    "MXFP4": BlockFormat(32, 17, WeightFormat(4, 32, torch.float32, is_e2m1=True), (), _decode_mxfp4),
 }
 
 
@@ -125,16 +122,16 @@ class BlockMatrix(NamedTuple):
         return self.blocks.shape[1] * self.block_format.size
 
     @property
-    def format(self) -> tuple[int, int, torch.dtype]:
-        """Bits, group size and dtype of the scales of ``quantized``."""
-        return self.block_format.bits, self.block_format.group_size, self.block_format.scale_dtype
+    def format(self) -> WeightFormat:
+        """Form of the numbers of ``quantized``."""
+        return self.block_format.quantized
 
     @property
     def num_bytes(self) -> int:
         """Bytes of ``quantized``, which the kernels read; the blocks have fewer."""
-        bits, group_size, scale_dtype = self.format
-        group_bytes = group_size * bits // 8 + scale_dtype.itemsize * (2 if bits == 4 else 1)
-        return self.out_features * (self.in_features // group_size) * group_bytes
+        form = self.format
+        group_bytes = form.group_size * form.bits // 8 + form.scale_dtype.itemsize * (2 if form.has_minimum else 1)
+        return self.out_features * (self.in_features // form.group_size) * group_bytes
 
     @property
     def is_finite(self) -> bool:
@@ -148,14 +145,14 @@ class BlockMatrix(NamedTuple):
     def quantized(self, rows: slice = slice(None)) -> QuantizedMatrix:
         """Return rows of the same numbers with separate scales."""
         start, stop, _ = rows.indices(self.out_features)
-        bits, group_size, scale_dtype = self.format
+        bits, group_size, scale_dtype, _ = self.format
         device, groups = self.blocks.device, self.in_features // group_size
         count = max(0, stop - start)
         data = torch.empty(
             count, self.in_features * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8, device=device
         )
         scale = torch.empty(count, groups, dtype=scale_dtype, device=device)
-        minimum = torch.empty_like(scale) if bits == 4 else None
+        minimum = torch.empty_like(scale) if self.format.has_minimum else None
         step = max(1, CHUNK // self.in_features)
         for low in range(0, count, step):
             part = slice(low, min(count, low + step))
@@ -184,7 +181,7 @@ class BlockLinear(QuantizedLinear):
         super().__init__(matrix, bias)  # type: ignore[arg-type]
 
     def _set_matrix(self, matrix: BlockMatrix) -> None:  # type: ignore[override]
-        self.kind, self.bits = matrix.kind, matrix.format[0]
+        self.kind, self.bits = matrix.kind, matrix.format.bits
         self.register_buffer("blocks", matrix.blocks)
         self.register_buffer("order", matrix.order)
 

@@ -4,6 +4,7 @@ Each group of ``group_size`` inputs of an output feature has one scale; ``group_
 
     int8 (symmetric):  w = data * scale              data int8 [out, in]
     int4:              w = data * scale + minimum    data uint8 [out, in / 2], two numbers per byte, low bits first
+    E2M1:              w = 2 E2M1(data) * scale      as int4, without a minimum
 
 ``scale`` and ``minimum`` are [out, in / group_size]; q8_0 of GGUF has the same numbers with group_size = 32. A group
 with NaN or infinity decodes without finite numbers, so damaged weights stay visible.
@@ -20,8 +21,23 @@ from kvad.errors import ConfigError
 from kvad.ops.linear import Linear, linear
 
 TINY = 2.0**-126  # the smallest scale, used by groups of zeros, so that no number is divided by zero
+DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of the 16 codes
 BLOCK = 1 << 20  # dequantized numbers in memory at once in a product
 ROUNDED_BLOCK = 128  # the most inputs with one scale that are rounded to 8 bits
+
+
+class WeightFormat(NamedTuple):
+    """Form of quantized numbers."""
+
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    is_e2m1: bool = False
+
+    @property
+    def has_minimum(self) -> bool:
+        """True if each group has a minimum."""
+        return self.bits == 4 and not self.is_e2m1
 
 
 class QuantizedMatrix(NamedTuple):
@@ -29,7 +45,7 @@ class QuantizedMatrix(NamedTuple):
 
     data: Tensor  # int8 [out, in] or uint8 [out, in / 2]
     scale: Tensor  # [out, in / group_size]
-    minimum: Tensor | None  # as scale, int4 only
+    minimum: Tensor | None  # as scale, int4 only; None: numbers of 4 bits are E2M1
     bits: int
     group_size: int
 
@@ -44,9 +60,9 @@ class QuantizedMatrix(NamedTuple):
         return len(self.data)
 
     @property
-    def format(self) -> tuple[int, int, torch.dtype]:
-        """Bits, group size and dtype of the scales."""
-        return self.bits, self.group_size, self.scale.dtype
+    def format(self) -> WeightFormat:
+        """Form of the numbers."""
+        return WeightFormat(self.bits, self.group_size, self.scale.dtype, self.bits == 4 and self.minimum is None)
 
     @property
     def num_bytes(self) -> int:
@@ -75,6 +91,8 @@ class QuantizedMatrix(NamedTuple):
         data = self.data[rows]
         if self.bits == 4:
             data = torch.stack([data & 15, data >> 4], -1).flatten(-2)
+            if self.minimum is None:
+                data = torch.tensor(DOUBLED_E2M1, dtype=torch.int8, device=data.device)[data.int()]
         numbers = data.to(computed).unflatten(-1, (-1, self.group_size))
         numbers *= self.scale[rows].to(computed)[..., None]
         if self.minimum is not None:
@@ -158,7 +176,7 @@ class QuantizedLinear(Linear):
         """Multiply [.., in] by rows of the weight -> [.., high - low], without the bias."""
         matrix, size = self.matrix, high - low if self.tiles is not None else max(1, BLOCK // self.in_features)
         if self.activation_bits is not None:
-            input = round_inputs(input, matrix.format[1])
+            input = round_inputs(input, matrix.format.group_size)
         parts = (slice(start, min(start + size, high)) for start in range(low, high, size))
         return torch.cat([linear(input, matrix.dequantize(input.dtype, rows), None, self.tiles) for rows in parts], -1)
 

@@ -20,7 +20,7 @@ from kvad.config.model import ModelConfig
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import CheckpointError, ConfigError
 from kvad.model.transformer import Transformer
-from kvad.ops.quantized_linear import QuantizedLinear
+from kvad.ops.quantized_linear import QuantizedLinear, WeightFormat
 from kvad.text.simple_tokenizers import ByteTokenizer
 from kvad.verify.reference_model import reference_model
 from tests.support.cli_checkpoints import run
@@ -182,7 +182,7 @@ def test_the_native_kernels_compute_with_the_integers(
     assert llm.engine.runner.native_reason == ops.native.load().reason
     assert list(generation.tokens) == greedy(checkpoint.loader.load_model(folder)[0])
     if ops.native.load().library is not None:  # it reads the integers of the head
-        assert formats[-1] == ((8, 8, torch.float16) if head_bits else torch.float32)
+        assert formats[-1] == (WeightFormat(8, 8, torch.float16) if head_bits else torch.float32)
 
 
 def test_the_command_reports_sizes_and_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

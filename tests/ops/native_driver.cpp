@@ -272,8 +272,11 @@ class Program {
         scales[part].push_back(op.half_scales ? reinterpret_cast<char*>(halves) : reinterpret_cast<char*>(factors));
       }
     }
-    uint8_t* panels = array<uint8_t>(rows / PANEL * groups * group_bytes(weights.group, weights.bits, scale_bytes));
-    kvad_pack_quantized(data.data(), scales[0].data(), scales[1].data(), n, groups, weights.group, weights.bits,
+    op.is_e2m1 = weights.bits == 4 && index % 2;
+    const bool has_minima = weights.bits == 4 && !op.is_e2m1;
+    const int64_t bytes_of_group = group_bytes(weights.group, weights.bits, scale_bytes, has_minima);
+    uint8_t* panels = array<uint8_t>(rows / PANEL * groups * bytes_of_group);
+    kvad_pack_quantized(data.data(), scales[0].data(), has_minima ? scales[1].data() : nullptr, n, groups, weights.group, weights.bits,
                         scale_bytes, panels, 1);
     op.weight = panels;
   }

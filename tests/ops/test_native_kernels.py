@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvad import config as cfg
 from kvad.model.layers import ACTIVATIONS, MixtureOfExperts
@@ -309,21 +309,37 @@ def test_gated_products(case: Case, tokens: int, k: int, n: int, activation: str
     assert_near(program.read(out, n, case.dtype), active * second.out, size, case.dtype, 4 * FLOAT_ERROR)
 
 
+def quantized(case: Case, weight: Tensor, form: str, group: int) -> QuantizedMatrix:
+    """Quantize a matrix [n, k]; random numbers of its size for E2M1, which ``quantize_matrix`` does not make."""
+    if form != "e2m1":
+        return quantize_matrix(weight, int(form[-1]), group)
+    (n, k), step = weight.shape, float(weight.abs().max()) / 16
+    scale = step * 2.0 ** case.integers(3, n, k // group).float()
+    return QuantizedMatrix(case.integers(256, n, k // 2).to(torch.uint8), scale, None, 4, group)
+
+
+def fields_of(matrix: QuantizedMatrix, rounded: bool) -> dict[str, Any]:
+    """Return the fields of a product by a matrix; ``rounded``: its inputs are rounded to 8 bits."""
+    form = matrix.format
+    fields = {"bits": form.bits, "quantized_group": form.group_size, "is_e2m1": form.is_e2m1}
+    return fields | {"half_scales": form.scale_dtype is torch.float16, "activation_bits": 8 if rounded else 0}
+
+
 @given(
     cases,
     counts,
     st.sampled_from([2, 6, 8, 32, 128, 130, 600]),
     st.integers(1, 4),
     sizes,
-    st.sampled_from([4, 8]),
+    st.sampled_from(["int4", "int8", "e2m1"]),
     st.data(),
 )
 def test_quantized_products(
-    case: Case, tokens: int, group: int, groups: int, n: int, bits: int, data: st.DataObject
+    case: Case, tokens: int, group: int, groups: int, n: int, form: str, data: st.DataObject
 ) -> None:
     """With ``activation_bits``, and in bfloat16, a block of inputs has one scale, which limits what is lost of each."""
     rounded, k = data.draw(st.booleans()), group * groups
-    matrix = quantize_matrix(case.numbers(n, k, dtype=FLOAT), bits, group)
+    matrix = quantized(case, case.numbers(n, k, dtype=FLOAT), form, group)
     matrix = matrix.with_half_scales() if data.draw(st.booleans()) else matrix
     x, bias = case.numbers(tokens, k), case.maybe(case.numbers(n))
     program = Program(case, tokens)
@@ -338,8 +354,7 @@ def test_quantized_products(
     panels = packed(matrix, variant=case.variant)
     mode = data.draw(st.sampled_from(["float", "add", "activated", "logits"]))
     rows = padded(n)
-    check_product(program, known, panels, mode, data, k=k, bias=fill(bias, rows), bits=bits, quantized_group=group,
-                  half_scales=matrix.scale.dtype is torch.float16, activation_bits=8 if rounded else 0)  # fmt: skip
+    check_product(program, known, panels, mode, data, k=k, bias=fill(bias, rows), **fields_of(matrix, rounded))
 
 
 @given(
@@ -347,15 +362,15 @@ def test_quantized_products(
     st.sampled_from([2, 14, 33, 70]),
     st.sampled_from([(2, 2), (30, 30), (96, 32), (64, 64), (600, 600)]),
     sizes,
-    st.sampled_from([0, 4, 8]),
+    st.sampled_from(["", "int4", "int8", "e2m1"]),
     st.booleans(),
 )
 def test_a_row_has_the_same_product_among_others(
-    case: Case, tokens: int, shape: tuple[int, int], n: int, bits: int, rounded: bool
+    case: Case, tokens: int, shape: tuple[int, int], n: int, form: str, rounded: bool
 ) -> None:
-    (k, group), weight = shape, case.numbers(n, shape[0], dtype=FLOAT if bits else None)
-    matrix = quantize_matrix(weight, bits, group) if bits else weight
-    fields = {"bits": bits, "quantized_group": group, "activation_bits": 8 if rounded else 0} if bits else {}
+    (k, group), weight = shape, case.numbers(n, shape[0], dtype=FLOAT if form else None)
+    matrix = quantized(case, weight, form, group) if form else weight
+    fields = fields_of(matrix, rounded) if isinstance(matrix, QuantizedMatrix) else {}
     panels, x = packed(matrix, variant=case.variant), case.numbers(tokens, k)
 
     for few in (1, tokens // 2):
@@ -416,8 +431,8 @@ def test_terms_of_adapters(case: Case, tokens: int, k: int, rank: int, n: int) -
 @given(cases, counts, sizes, st.integers(1, 50), st.data())
 def test_experts(case: Case, tokens: int, width: int, inner: int, data: st.DataObject) -> None:
     """Experts whose router's choice is clear: PyTorch in float64 could choose others of equal ones."""
-    bits = data.draw(st.sampled_from([0, 4, 8]))
-    if bits:
+    form = data.draw(st.sampled_from(["", "int4", "int8", "e2m1"]))
+    if form:
         width, inner, tokens = padded(width), padded(inner), 2 * tokens
     bias, alpha, per_group = (
         data.draw(st.booleans()),
@@ -437,13 +452,14 @@ def test_experts(case: Case, tokens: int, width: int, inner: int, data: st.DataO
     for name, parameter in mlp.named_parameters():
         scale = width**-0.5 if "router" in name or "gate" in name or "up" in name else inner**-0.5
         parameter.data = (case.numbers(*parameter.shape) * scale).float()
-    rounded = bool(bits) and data.draw(st.booleans())
-    quantized = None
-    if bits:
+    rounded, matrices = bool(form) and data.draw(st.booleans()), None
+    if form:
         group = data.draw(st.sampled_from([8, 32]))
-        quantized = {name: quantized_experts(getattr(mlp, name), bits, group) for name in ("gate", "up", "down")}
+        matrices = {name: quantized(case, getattr(mlp, name).flatten(0, 1), form, group) for name in MATRICES}
+        for name, matrix in matrices.items():
+            getattr(mlp, name).data = matrix.dequantize(FLOAT).view_as(getattr(mlp, name))
     x, stream = case.numbers(tokens, width), case.numbers(tokens, width, dtype=FLOAT)
-    program, experts = Program(case, tokens), expert_weights(case, mlp, quantized, 8 if rounded else 0)
+    program, experts = Program(case, tokens), expert_weights(case, mlp, matrices, rounded)
     source, out = program.input(x), program.input(stream)
     program.op("experts", input=source, out=out, in_stride=padded(width), out_stride=padded(width), k=width, n=width,
                mode=library.OUTPUT_MODES.index("add"), scale=0.7, experts=experts.struct,
@@ -455,11 +471,7 @@ def test_experts(case: Case, tokens: int, width: int, inner: int, data: st.DataO
     assert_near(program.read(out, width, FLOAT), expected, size, FLOAT, error)
 
 
-def quantized_experts(weights: nn.Parameter, bits: int, group: int) -> QuantizedMatrix:
-    """Quantize experts [experts, out, in], which become what the matrix of all their rows dequantizes to."""
-    matrix = quantize_matrix(weights.flatten(0, 1), bits, group)
-    weights.data = matrix.dequantize(FLOAT).view_as(weights)
-    return matrix
+MATRICES = ("gate", "up", "down")
 
 
 class ExpertWeights(NamedTuple):
@@ -468,13 +480,11 @@ class ExpertWeights(NamedTuple):
 
 
 def expert_weights(
-    case: Case, mlp: MixtureOfExperts, quantized: dict[str, QuantizedMatrix] | None, activation_bits: int
+    case: Case, mlp: MixtureOfExperts, quantized: dict[str, QuantizedMatrix] | None, rounded: bool
 ) -> ExpertWeights:
     """Pack the experts' weights as the kernels read them."""
     spec, (experts, inner, width) = mlp.spec, mlp.gate.shape
-    gate, up, down = (
-        getattr(mlp, name).to(case.dtype) if quantized is None else quantized[name] for name in ("gate", "up", "down")
-    )
+    gate, up, down = (getattr(mlp, name).to(case.dtype) if quantized is None else quantized[name] for name in MATRICES)
     pairs = None
     if mlp.gate_bias is not None and mlp.up_bias is not None:
         halves = [fill(bias, padded(inner)) for bias in (mlp.gate_bias, mlp.up_bias)]
@@ -483,8 +493,7 @@ def expert_weights(
     for matrices, bias, k in (((gate, up), pairs, width), ((down,), fill(mlp.down_bias, padded(width)), inner)):
         form: dict[str, Any] = {"k": -(-k // 2) * 2}
         if isinstance(matrices[0], QuantizedMatrix):
-            form |= {"bits": matrices[0].bits, "quantized_group": matrices[0].group_size}
-            form |= {"activation_bits": activation_bits}
+            form |= fields_of(matrices[0], rounded)
         panels = packed(*matrices, variant=case.variant, interleaved=len(matrices) == 2)
         program.op("linear", in_stride=padded(k), weight=panels, bias=bias, **form)
     tensors = [fill(mlp.router.weight, padded(width)), mlp.router.bias, mlp.selection_bias]

@@ -381,11 +381,11 @@ class _Builder:
             quantization = {}
         else:
             _require(len(set(map(_format, weights))) == 1, "joined weights of several formats")
-            bits, group_size, scale_dtype = first.format
-            _require(group_size % 2 == 0, "groups with an odd number of weights")
-            _require(scale_dtype in SCALE_DTYPES, f"scales in {scale_dtype}")
-            half = scale_dtype == torch.float16
-            quantization = {"bits": bits, "quantized_group": group_size, "half_scales": half,
+            form = first.format
+            _require(form.group_size % 2 == 0, "groups with an odd number of weights")
+            _require(form.scale_dtype in SCALE_DTYPES, f"scales in {form.scale_dtype}")
+            quantization = {"bits": form.bits, "quantized_group": form.group_size, "is_e2m1": form.is_e2m1,
+                            "half_scales": form.scale_dtype == torch.float16,
                             "activation_bits": self.model.activation_bits or 0}  # fmt: skip
         panels = self.model.packed_weights.panels(self.library, weights, self.files, interleaved=interleaved)
         rows, width = panels.shape if isinstance(first, Tensor) else (len(panels), first.in_features)
@@ -688,7 +688,7 @@ def _expert_matrix(weights: model_lib.layers.ExpertWeights) -> native.library.Ma
     return weights.matrix
 
 
-def _format(matrix: native.library.Matrix) -> tuple[int, int, torch.dtype] | None:
+def _format(matrix: native.library.Matrix) -> ops.quantized_linear.WeightFormat | None:
     return None if isinstance(matrix, Tensor) else matrix.format
 
 

@@ -131,12 +131,17 @@ template <class W> class PairRows {
   void convert(int64_t pair, const T* from, bool tiles) {
     if (has_integers()) return with_integers(tiles, [&](auto rows) { rows.convert(op, pair, from); });
     if constexpr (sizeof(T) == 4)
-      if (op.bits == 4) add_groups(op, from, sums(pair));
+      if (op.bits && form_of(op) == INT4) add_groups(op, from, sums(pair));
   }
 
   void multiply(const char* w, int64_t pair, int m, bool tiles, Ahead ahead, F (&acc)[ROWS][2]) const {
-    if (op.bits == 8) return multiply_quantized<8>(w, pair, m, tiles, acc);
-    if (op.bits == 4) return multiply_quantized<4>(w, pair, m, tiles, acc);
+    if (op.bits) {
+      switch (form_of(op)) {
+        case INT8: return multiply_quantized<INT8>(w, pair, m, tiles, acc);
+        case INT4: return multiply_quantized<INT4>(w, pair, m, tiles, acc);
+        case E2M1: return multiply_quantized<E2M1>(w, pair, m, tiles, acc);
+      }
+    }
     const T* from = x + pair * op.in_stride;
     ::multiply<W>(m, reinterpret_cast<const T*>(w), from, op.in_stride, round_up(op.k, 2), acc, ahead);
   }
@@ -155,16 +160,16 @@ template <class W> class PairRows {
     use(IntegerRows<WordInputs>(op, count, converted));
   }
 
-  template <int BITS> void multiply_quantized(const char* at, int64_t pair, int m, bool tiles, F (&acc)[ROWS][2]) const {
+  template <WeightForm FORM> void multiply_quantized(const char* at, int64_t pair, int m, bool tiles, F (&acc)[ROWS][2]) const {
     const uint8_t* w = reinterpret_cast<const uint8_t*>(at);
     if (has_integers())
       return with_integers(tiles, [&](const auto& rows) {
         call_with_count<std::decay_t<decltype(rows)>::TOGETHER>(
-            m, [&](auto count) { multiply_integers<BITS>(op, w, rows, pair, count, acc); });
+            m, [&](auto count) { multiply_integers<FORM>(op, w, rows, pair, count, acc); });
       });
     if constexpr (sizeof(T) == 4)
       call_with_count<WordInputs::TOGETHER>(m, [&](auto count) {
-        multiply_floats<BITS, count.value>(op, w, x + pair * op.in_stride, sums(pair), acc);
+        multiply_floats<FORM, count.value>(op, w, x + pair * op.in_stride, sums(pair), acc);
       });
   }
 };

@@ -92,7 +92,7 @@ class Op(ctypes.Structure):
             ctypes.c_int32,
             "kind type input out in_offset out_offset in_stride out_stride n k mode activation heads kv_heads head_dim "
             "value_dim group rotary_dim interleaved angles own_weights out_float bias_size bias_offset "
-            "short_len bits quantized_group half_scales activation_bits low low_stride",
+            "short_len bits quantized_group half_scales is_e2m1 activation_bits low low_stride",
         ),
         *_fields(
             ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits query_scale experts adapters"
@@ -184,7 +184,7 @@ class Library:
         )
 
     def pack_quantized(self, rows: Sequence[NDArray[np.uint64]], matrix: QuantizedMatrix, out: Tensor) -> None:
-        """Pack rows, given by the addresses of their data, scales and (for 4 bits) minima; 0: a row of zeros."""
+        """Pack rows, given by the addresses of their data, scales and, if there are any, minima; 0: a row of zeros."""
         pointers = [addresses.ctypes.data_as(ctypes.c_void_p) for addresses in rows]
         arguments = (len(rows[0]), matrix.scale.shape[1], matrix.group_size, matrix.bits, matrix.scale.itemsize)
         self._handle.kvad_pack_quantized(

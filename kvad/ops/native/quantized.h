@@ -1,4 +1,4 @@
-// Products with int8 and int4 weights: each group of inputs is summed, then scaled.
+// Products with int8, int4 and E2M1 weights: each group of inputs is summed, then scaled.
 //
 // In bfloat16, a block of activations is converted to 16-bit integers with a scale, a block being a group or a part of
 // one: 2^-16 of its largest number is a smaller error than that of bfloat16 itself, except for numbers below 1/128 of it.
@@ -12,25 +12,59 @@
 namespace {
 
 // A step of a panel has four inputs of each row: four int8, or two bytes with two int4 each.
-template <int BITS> constexpr int STEP_BYTES = PANEL * BITS / 2;
+enum WeightForm { INT8, INT4, E2M1 };  // int4 has minima; E2M1 numbers are integers up to 12 if they are doubled
+constexpr int bits_of(WeightForm form) { return form == INT8 ? 8 : 4; }
+inline WeightForm form_of(const Op& op) { return op.bits == 8 ? INT8 : op.is_e2m1 ? E2M1 : INT4; }
+template <WeightForm FORM> constexpr int STEP_BYTES = PANEL * bits_of(FORM) / 2;
 constexpr int INPUTS = 4;
 constexpr int64_t BLOCK = 512;         // inputs whose products fit into 32 bits: 512 x 128 x 32,767
 constexpr int64_t ROUNDED_BLOCK = 128;  // if they are rounded to 8 bits
 constexpr int64_t BLOCK_ROWS = 240;    // tokens that are converted together
 
-// Inputs 0 and 2, and 1 and 3, of WIDTH rows as words of 16 bits.
-template <int BITS> void read_pairs(const uint8_t* p, VI (&pairs)[2]);
-template <> inline void read_pairs<8>(const uint8_t* p, VI (&pairs)[2]) {
-  const VI x = load_step(p);
+// The first byte of each word of 16 bits, with its sign.
+inline VI low_bytes(VI x) {
 #if defined(__AVX512BW__)
-  pairs[0] = (VI)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8), pairs[1] = (VI)_mm512_srai_epi16((__m512i)x, 8);
+  return (VI)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8);
 #elif defined(__AVX2__)
-  pairs[0] = (VI)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8), pairs[1] = (VI)_mm256_srai_epi16((__m256i)x, 8);
+  return (VI)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8);
 #else
-  pairs[0] = (x << 24 >> 24 & 0xffff) | (x << 8 >> 24) << 16, pairs[1] = (x << 16 >> 24 & 0xffff) | (x >> 24) << 16;
+  return (x << 24 >> 24 & 0xffff) | (x << 8 >> 24) << 16;
 #endif
 }
-template <> inline void read_pairs<4>(const uint8_t* p, VI (&pairs)[2]) {
+
+// Bytes from 0 to 15 as twice their E2M1 numbers.
+inline VI double_e2m1(VI x) {
+  alignas(16) static const int8_t DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+#if defined(__AVX512BW__)
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(DOUBLED));
+  return (VI)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)x);
+#elif defined(__AVX2__)
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(DOUBLED));
+  return (VI)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)x);
+#else
+  VI result;
+  for (int i = 0; i < WIDTH; i++) {
+    uint32_t bytes = 0;
+    for (int at = 0; at < 32; at += 8) bytes |= uint32_t(uint8_t(DOUBLED[x[i] >> at & 15])) << at;
+    result[i] = int32_t(bytes);
+  }
+  return result;
+#endif
+}
+
+// Inputs 0 and 2, and 1 and 3, of WIDTH rows as words of 16 bits.
+template <WeightForm FORM> void read_pairs(const uint8_t* p, VI (&pairs)[2]);
+template <> inline void read_pairs<INT8>(const uint8_t* p, VI (&pairs)[2]) {
+  const VI x = load_step(p);
+#if defined(__AVX512BW__)
+  pairs[0] = low_bytes(x), pairs[1] = (VI)_mm512_srai_epi16((__m512i)x, 8);
+#elif defined(__AVX2__)
+  pairs[0] = low_bytes(x), pairs[1] = (VI)_mm256_srai_epi16((__m256i)x, 8);
+#else
+  pairs[0] = low_bytes(x), pairs[1] = (x << 16 >> 24 & 0xffff) | (x >> 24) << 16;
+#endif
+}
+template <> inline void read_pairs<INT4>(const uint8_t* p, VI (&pairs)[2]) {
 #if defined(__AVX512BW__)
   const VI x = (VI)_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
@@ -41,13 +75,17 @@ template <> inline void read_pairs<4>(const uint8_t* p, VI (&pairs)[2]) {
 #endif
   pairs[0] = x & 0xf000f, pairs[1] = (x >> 4) & 0xf000f;
 }
+template <> inline void read_pairs<E2M1>(const uint8_t* p, VI (&pairs)[2]) {
+  read_pairs<INT4>(p, pairs);
+  pairs[0] = low_bytes(double_e2m1(pairs[0])), pairs[1] = low_bytes(double_e2m1(pairs[1]));
+}
 
 // What activations are converted to: a product multiplies a register of weights by INPUTS / PRODUCTS of them, and a panel
 // is multiplied by TOGETHER tokens at a time.
 struct WordInputs {
   typedef int16_t T;  // in the order of pairs
   static constexpr int PRODUCTS = 2, TOGETHER = REGISTER_ROWS < 8 ? REGISTER_ROWS : 8;
-  template <int BITS> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) { read_pairs<BITS>(p, w); }
+  template <WeightForm FORM> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) { read_pairs<FORM>(p, w); }
   static VI dot(VI sum, VI w, const T* x) { return dot_pairs(sum, w, x); }
   static void put(I numbers, int n, T* group, int64_t at, int64_t) {
     T* to = group + at;
@@ -60,13 +98,18 @@ struct WordInputs {
   }
 };
 #ifdef KVAD_BYTES
-struct ByteInputs {  // weights are unsigned: int8 is raised by 128, which the sum of the inputs takes back
+struct ByteInputs {  // weights are unsigned: signed ones are raised by 128, which the sum of the inputs takes back
   typedef int8_t T;
   static constexpr int PRODUCTS = 1, TOGETHER = 12;
-  template <int BITS> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) {
-    if (BITS == 8) return void(w[0] = load_step(p) ^ int32_t(0x80808080));
+  template <WeightForm FORM> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) {
+    w[0] = FORM == INT8 ? load_step(p) : unpack<FORM>(p);
+    if (FORM != INT4) w[0] ^= int32_t(0x80808080);
+  }
+  // Numbers of 4 bits as bytes.
+  template <WeightForm FORM> static VI unpack(const uint8_t* p) {
     const VI x = (VI)_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    w[0] = (x | x << 4) & 0x0f0f0f0f;
+    const VI bytes = (x | x << 4) & 0x0f0f0f0f;
+    return FORM == E2M1 ? double_e2m1(bytes) : bytes;
   }
   static VI dot(VI sum, VI w, const T* x) { return dot_bytes(sum, w, x); }
   static void put(I numbers, int n, T* group, int64_t at, int64_t) { put_bytes(numbers, n, group + at); }
@@ -97,12 +140,12 @@ inline F load_scales(const uint8_t* p, int i, bool half) {
   return half ? load_halves(reinterpret_cast<const uint16_t*>(p) + i) : load(reinterpret_cast<const float*>(p) + i);
 }
 
-inline int64_t group_bytes(int64_t group_size, int64_t bits, int64_t scale_bytes) {
-  return PANEL * scale_bytes * (bits == 4 ? 2 : 1) + round_up(group_size, INPUTS) * PANEL * bits / 8;
+inline int64_t group_bytes(int64_t group_size, int64_t bits, int64_t scale_bytes, bool has_minima) {
+  return PANEL * scale_bytes * (has_minima ? 2 : 1) + round_up(group_size, INPUTS) * PANEL * bits / 8;
 }
 
 inline int64_t panel_bytes(const Op& op) {
-  return op.k / op.quantized_group * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4);
+  return op.k / op.quantized_group * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4, form_of(op) == INT4);
 }
 
 // Activations of some rows as integers: each group is filled up with zeros.
@@ -134,7 +177,7 @@ template <class X> struct IntegerRows {
         const auto put = [&](I numbers, int i) { X::put(numbers, n - i, to, low + i, padded); };
         const Integers integers = to_integers(from + low, n, largest_of(from + low, n), highest, put);
         *scale = integers.scale;  // NaN or infinity makes all products NaN
-        if (X::PRODUCTS == 1 && op.bits == 8) {
+        if (X::PRODUCTS == 1 && form_of(op) != INT4) {
           const int32_t subtracted = -128 * integers.sum;
           std::memcpy(total, &subtracted, 4);
         } else {
@@ -146,35 +189,35 @@ template <class X> struct IntegerRows {
 };
 
 // Multiply M rows, from ``row``, by a panel.
-template <int BITS, class X, int M>
+template <WeightForm FORM, class X, int M> __attribute__((noinline))
 void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& rows, int64_t row,
                        std::integral_constant<int, M>, F (&acc)[ROWS][2]) {
   const int64_t count = rows.count(op), stride = rows.k, scale_bytes = PANEL * (op.half_scales ? 2 : 4);
   const typename X::T* x = rows.x + row * stride;
   const float *scales = rows.scales + row * count, *sums = rows.sums + row * count;
-  constexpr bool IS_RAISED = X::PRODUCTS == 1 && BITS == 8;
+  constexpr bool IS_RAISED = X::PRODUCTS == 1 && FORM != INT4;
   constexpr int LOADED = WIDTH == LANES ? PARTS : 1;  // parts of a panel whose weights are in registers together
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = F{};  // in memory: the registers hold the sums of a block
   for (int64_t g = 0; g < op.k / rows.group; g++, x += rows.padded) {
     V scale[PARTS], minimum[PARTS];
     for (int half = 0; half < 2; half++) {
       reinterpret_cast<F*>(scale)[half] = load_scales(w, half * LANES, op.half_scales);
-      if (BITS == 4) reinterpret_cast<F*>(minimum)[half] = load_scales(w + scale_bytes, half * LANES, op.half_scales);
+      if (FORM == INT4) reinterpret_cast<F*>(minimum)[half] = load_scales(w + scale_bytes, half * LANES, op.half_scales);
     }
-    w += scale_bytes * (BITS == 4 ? 2 : 1);
+    w += scale_bytes * (FORM == INT4 ? 2 : 1);
     for (int64_t low = 0; low < rows.group; low += rows.block, scales++, sums++) {
       const int n = int(rows.group - low < rows.block ? rows.group - low : rows.block);
       VI sum[M][PARTS] = {};
       for (int m = 0; IS_RAISED && m < M; m++)
         for (int part = 0; part < PARTS; part++) sum[m][part] += *reinterpret_cast<const int32_t*>(sums + m * count);
-      for (int i = 0; i < n; i += INPUTS, w += STEP_BYTES<BITS>) {
-        for (int line = 0; M > 1 && line < STEP_BYTES<BITS>; line += 64) __builtin_prefetch(w + 2048 + line, 0, 3);
+      for (int i = 0; i < n; i += INPUTS, w += STEP_BYTES<FORM>) {
+        for (int line = 0; M > 1 && line < STEP_BYTES<FORM>; line += 64) __builtin_prefetch(w + 2048 + line, 0, 3);
 #pragma GCC unroll 8
         for (int first = 0; first < PARTS; first += LOADED) {
           VI weights[LOADED][X::PRODUCTS];
 #pragma GCC unroll 2
           for (int part = 0; part < LOADED; part++)
-            X::template read<BITS>(w + (first + part) * WIDTH * BITS / 2, weights[part]);
+            X::template read<FORM>(w + (first + part) * WIDTH * bits_of(FORM) / 2, weights[part]);
 #pragma GCC unroll 2
           for (int j = 0; j < X::PRODUCTS; j++)
 #pragma GCC unroll 12
@@ -193,7 +236,7 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& row
         for (int part = 0; part < PARTS; part++) {
           V& total = reinterpret_cast<V*>(acc[m])[part];
           total += to_floats(sum[m][part]) * (scale[part] * scales[m * count]);
-          if (BITS == 4) total += minimum[part] * sums[m * count];
+          if (FORM == INT4) total += minimum[part] * sums[m * count];
         }
     }
   }
@@ -201,7 +244,7 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& row
 
 #ifdef KVAD_TILES
 // Add ``N`` blocks' sums of m rows, times their scales, to those of a panel.
-template <int BITS, bool IS_SPLIT, int N>
+template <WeightForm FORM, bool IS_SPLIT, int N>
 void add_blocks(int m, const I (*high)[ROWS][2], const I (*low)[ROWS][2], const F (*scale)[2], const F (*minimum)[2],
                 const float* scales, const float* sums, int64_t count, F (&acc)[ROWS][2]) {
   for (int i = 0; i < m; i++)
@@ -212,14 +255,14 @@ void add_blocks(int m, const I (*high)[ROWS][2], const I (*low)[ROWS][2], const 
       for (int b = 0; b < N; b++) {
         const I sum = IS_SPLIT ? (high[b][i][half] << 8) + low[b][i][half] : high[b][i][half];
         total += (F)_mm512_cvtepi32_ps((__m512i)sum) * (scale[b][half] * scales[i * count + b]);
-        if (BITS == 4) total += minimum[b][half] * sums[i * count + b];
+        if (FORM == INT4) total += minimum[b][half] * sums[i * count + b];
       }
       acc[i][half] = total;
     }
 }
 
 // Multiply m rows, from ``row``, by a panel, with the same sums.
-template <int BITS, class X>
+template <WeightForm FORM, class X>
 void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<TileInputs<X>>& rows, int64_t row, int m,
                        F (&acc)[ROWS][2]) {
   constexpr bool IS_SPLIT = sizeof(typename X::T) == 2;
@@ -231,7 +274,7 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<TileInp
   const int depth = rows.group % 64 ? 32 : 64;
   alignas(64) I high[SPAN][ROWS][2], low[IS_SPLIT ? SPAN : 1][ROWS][2];
   alignas(64) F scale[SPAN][2], minimum[SPAN][2];
-  alignas(64) uint8_t unpacked[BITS == 4 ? BLOCK * PANEL : 1];
+  alignas(64) uint8_t unpacked[FORM != INT8 ? BLOCK * PANEL : 1];
   for (int i = 0; i < m; i++) acc[i][0] = acc[i][1] = F{};
   configure_tiles(m, depth);
   const uint8_t* group_scales = w;
@@ -239,20 +282,16 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<TileInp
   for (int64_t block = 0; block < count; block += SPAN, scales += SPAN, sums += SPAN) {
     const int span = int(count - block < SPAN ? count - block : SPAN);
     for (int b = 0; b < span; b++) {
-      if (at == 0) group_scales = w, w += scale_bytes * (BITS == 4 ? 2 : 1);
+      if (at == 0) group_scales = w, w += scale_bytes * (FORM == INT4 ? 2 : 1);
       for (int half = 0; half < 2; half++) {
         scale[b][half] = load_scales(group_scales, half * LANES, op.half_scales);
-        if (BITS == 4) minimum[b][half] = load_scales(group_scales + scale_bytes, half * LANES, op.half_scales);
+        if (FORM == INT4) minimum[b][half] = load_scales(group_scales + scale_bytes, half * LANES, op.half_scales);
       }
-      const int n = int(rows.group - at < rows.block ? rows.group - at : rows.block), bytes = n * PANEL * BITS / 8;
+      const int n = int(rows.group - at < rows.block ? rows.group - at : rows.block), bytes = n * PANEL * bits_of(FORM) / 8;
       for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + Ahead::BYTES + line, 0, 2);
       const uint8_t* weights = w;
-      if constexpr (BITS == 4) {
-        for (int i = 0; i < bytes; i += 32) {
-          VI part[1];
-          ByteInputs::read<4>(w + i, part);
-          _mm512_store_si512(unpacked + 2 * i, (__m512i)part[0]);
-        }
+      if constexpr (FORM != INT8) {
+        for (int i = 0; i < bytes; i += 32) _mm512_store_si512(unpacked + 2 * i, (__m512i)ByteInputs::unpack<FORM>(w + i));
         weights = unpacked;
       }
       const auto multiply = [&](auto kind, const char* from, I(&out)[ROWS][2]) {
@@ -267,10 +306,10 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<TileInp
       if (at == rows.group) at = 0, x += rows.group * sizeof(typename X::T);
     }
     if (span == SPAN) {
-      add_blocks<BITS, IS_SPLIT, SPAN>(m, high, low, scale, minimum, scales, sums, count, acc);
+      add_blocks<FORM, IS_SPLIT, SPAN>(m, high, low, scale, minimum, scales, sums, count, acc);
     } else {
       for (int b = 0; b < span; b++)
-        add_blocks<BITS, IS_SPLIT, 1>(m, high + b, low + (IS_SPLIT ? b : 0), scale + b, minimum + b, scales + b, sums + b,
+        add_blocks<FORM, IS_SPLIT, 1>(m, high + b, low + (IS_SPLIT ? b : 0), scale + b, minimum + b, scales + b, sums + b,
                                       count, acc);
     }
   }
@@ -278,20 +317,20 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<TileInp
 #endif
 
 // Multiply M rows of float32 x [M, stride] by a panel; sums [M, groups] of x are what minima are multiplied by.
-template <int BITS, int M>
+template <WeightForm FORM, int M> __attribute__((noinline))
 void multiply_floats(const Op& op, const uint8_t* w, const float* x, const float* sums, F (&acc)[ROWS][2]) {
   const int groups = op.k / op.quantized_group, scale_bytes = PANEL * (op.half_scales ? 2 : 4);
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = F{};
   for (int g = 0; g < groups; g++) {
     const uint8_t *scales = w, *minima = w + scale_bytes;
-    w += scale_bytes * (BITS == 4 ? 2 : 1);
+    w += scale_bytes * (FORM == INT4 ? 2 : 1);
     F part[M][2] = {};
     V* sum = reinterpret_cast<V*>(part);
-    for (int i = 0; i < op.quantized_group; i += INPUTS, x += INPUTS, w += STEP_BYTES<BITS>)
+    for (int i = 0; i < op.quantized_group; i += INPUTS, x += INPUTS, w += STEP_BYTES<FORM>)
 #pragma GCC unroll 8
       for (int j = 0; j < PARTS; j++) {
         VI pairs[2];
-        read_pairs<BITS>(w + j * WIDTH * BITS / 2, pairs);
+        read_pairs<FORM>(w + j * WIDTH * bits_of(FORM) / 2, pairs);
         const V inputs[INPUTS] = {to_floats(pairs[0] << 16 >> 16), to_floats(pairs[1] << 16 >> 16),
                                   to_floats(pairs[0] >> 16), to_floats(pairs[1] >> 16)};
         const int n = op.quantized_group - i < INPUTS ? op.quantized_group - i : INPUTS;
@@ -303,7 +342,7 @@ void multiply_floats(const Op& op, const uint8_t* w, const float* x, const float
     for (int half = 0; half < 2; half++) {
       const F scale = load_scales(scales, half * LANES, op.half_scales);
       for (int m = 0; m < M; m++) acc[m][half] += part[m][half] * scale;
-      if (BITS == 8) continue;
+      if (FORM != INT4) continue;
       const F minimum = load_scales(minima, half * LANES, op.half_scales);
       for (int m = 0; m < M; m++) acc[m][half] += minimum * all(sums[m * groups + g]);
     }
@@ -356,7 +395,7 @@ inline void add_groups(const Op& op, const float* x, float* sums) {
 constexpr int64_t FEW_ROWS = 4;  // that each thread converts for itself; more are converted by all threads together
 inline bool uses_integers(const Op& op) { return op.activation_bits || op.type == TYPE_BFLOAT; }
 
-template <class W, class X, int BITS> void integer_linear(const Run& run, const Op& op, int64_t rows) {
+template <class W, class X, WeightForm FORM> void integer_linear(const Run& run, const Op& op, int64_t rows) {
   typedef typename W::T T;
   const T* x = run.buffer<T>(op.in) + op.in_offset;
   const bool shared = rows > FEW_ROWS;
@@ -368,32 +407,32 @@ template <class W, class X, int BITS> void integer_linear(const Run& run, const 
       integers.convert(op, row, x + (first + row) * op.in_stride);
     if (shared) run.team.wait();
     multiply_panels<W, X::TOGETHER>(run, op, first, end, [&](auto m, const uint8_t* w, int64_t row, F(&acc)[ROWS][2]) {
-      multiply_integers<BITS>(op, w, integers, row - first, m, acc);
+      multiply_integers<FORM>(op, w, integers, row - first, m, acc);
     });
   }
 }
 
-template <class W, int BITS> void quantized_linear(const Run& run, const Op& op, int64_t rows) {
+template <class W, WeightForm FORM> void quantized_linear(const Run& run, const Op& op, int64_t rows) {
 #ifdef KVAD_TILES
   if (uses_integers(op) && uses_tiles(op, rows)) {
-    if (op.activation_bits) return integer_linear<W, TileInputs<ByteInputs>, BITS>(run, op, rows);
-    return integer_linear<W, TileInputs<WordInputs>, BITS>(run, op, rows);
+    if (op.activation_bits) return integer_linear<W, TileInputs<ByteInputs>, FORM>(run, op, rows);
+    return integer_linear<W, TileInputs<WordInputs>, FORM>(run, op, rows);
   }
 #endif
-  if (op.activation_bits) return integer_linear<W, ByteInputs, BITS>(run, op, rows);
+  if (op.activation_bits) return integer_linear<W, ByteInputs, FORM>(run, op, rows);
   if constexpr (sizeof(typename W::T) == 2) {
-    integer_linear<W, WordInputs, BITS>(run, op, rows);
+    integer_linear<W, WordInputs, FORM>(run, op, rows);
   } else {
     const float* x = run.buffer<float>(op.in) + op.in_offset;
     const int64_t groups = op.k / op.quantized_group;
     float* sums = reinterpret_cast<float*>(run.own);
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
       const int64_t end = rows - first < BLOCK_ROWS ? rows : first + BLOCK_ROWS;
-      for (int64_t row = first; BITS == 4 && row < end; row++)
+      for (int64_t row = first; FORM == INT4 && row < end; row++)
         add_groups(op, x + row * op.in_stride, sums + (row - first) * groups);
       multiply_panels<W, WordInputs::TOGETHER>(
           run, op, first, end, [&](auto m, const uint8_t* w, int64_t row, F(&acc)[ROWS][2]) {
-            multiply_floats<BITS, m.value>(op, w, x + row * op.in_stride, sums + (row - first) * groups, acc);
+            multiply_floats<FORM, m.value>(op, w, x + row * op.in_stride, sums + (row - first) * groups, acc);
           });
     }
   }
@@ -412,7 +451,7 @@ inline int64_t quantized_bytes(const Op& op, int64_t rows) { return converted_by
 inline void pack_quantized(const uint8_t* const* data, const char* const* scales, const char* const* minima, int64_t n,
                            int64_t groups, int64_t group_size, int64_t bits, int64_t scale_bytes, uint8_t* out,
                            int64_t threads) {
-  const int64_t bytes = group_bytes(group_size, bits, scale_bytes), panels = (n + PANEL - 1) / PANEL;
+  const int64_t bytes = group_bytes(group_size, bits, scale_bytes, minima), panels = (n + PANEL - 1) / PANEL;
 #pragma omp parallel for num_threads(int(threads)) schedule(static)
   for (int64_t panel = 0; panel < panels; panel++) {
     uint8_t* to = out + panel * groups * bytes;
@@ -424,7 +463,7 @@ inline void pack_quantized(const uint8_t* const* data, const char* const* scales
         uint8_t* at = to + g * bytes;
         std::memcpy(at + r * scale_bytes, scales[row] + g * scale_bytes, scale_bytes);
         at += PANEL * scale_bytes;
-        if (bits == 4) {
+        if (minima) {
           std::memcpy(at + r * scale_bytes, minima[row] + g * scale_bytes, scale_bytes);
           at += PANEL * scale_bytes;
         }

@@ -31,8 +31,13 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
     case OP_EMBED: return embed<T>(run, op);
     case OP_NORM: return op.out_float ? norm<float>(run, op, rows) : norm<T>(run, op, rows);
     case OP_LINEAR:
-      if (op.bits == 8) return quantized_linear<W, 8>(run, op, rows);
-      return op.bits == 4 ? quantized_linear<W, 4>(run, op, rows) : linear<W>(run, op, rows);
+      if (!op.bits) return linear<W>(run, op, rows);
+      switch (form_of(op)) {
+        case INT8: return quantized_linear<W, INT8>(run, op, rows);
+        case INT4: return quantized_linear<W, INT4>(run, op, rows);
+        case E2M1: return quantized_linear<W, E2M1>(run, op, rows);
+      }
+      return;
     case OP_ANGLES: return angles(run, op);
     case OP_ROTATE: return rotate<W>(run, op);
     case OP_ATTEND:

@@ -47,7 +47,7 @@ struct Op {
   int32_t own_weights, out_float, bias_size, bias_offset;  // NORM, GATE: of each head, number; EMBED: of its positions
   int32_t short_len;                                      // ANGLES: longer sequences have the second frequencies
   int32_t bits, quantized_group, half_scales;             // LINEAR with quantized weights (quantized.h); bits: 0 if not
-  int32_t activation_bits;                                // of their inputs: 8, or 0
+  int32_t is_e2m1, activation_bits;                       // 4 bits are E2M1; bits of their inputs: 8, or 0
   int32_t low, low_stride;                                // LINEAR: buffer of x A' (lora.h), numbers of a row
   const void* weight;                                     // panels; a norm's weight; a table of embeddings
   const float* bias;                                      // of LINEAR and NORM; EMBED: a table of positions
