@@ -367,8 +367,7 @@ class _Builder:
         **fields: Any,
     ) -> None:
         """Multiply by the weights."""
-        mode_index = native.library.OUTPUT_MODES.index(mode)
-        fields |= {"input": source, "out": out, "mode": mode_index}
+        fields |= {"input": source, "out": out, "mode": native.library.OUTPUT_MODES.index(mode)}
         self.ops.append(self._product_op(weights, bias, interleaved=interleaved, **fields))
 
     def _product_op(
@@ -589,7 +588,8 @@ class _Builder:
         _require(spec.swiglu_alpha != 0.0, "a swiglu_alpha of 0")
         gate, up, down = (_expert_matrix(weights) for weights in (mlp.gate, mlp.up, mlp.down))
         is_whole = spec.intermediate_size % native.library.PANEL == self.size % native.library.PANEL == 0
-        _require(is_whole or isinstance(gate, Tensor), "int8 or int4 experts of a size that 32 does not divide")
+        is_plain = all(isinstance(matrix, Tensor) for matrix in (gate, up, down))
+        _require(is_whole or is_plain, "int8 or int4 experts of a size that 32 does not divide")
         size, half = _whole_panels(spec.intermediate_size), native.library.PANEL // 2
         gate_up_bias = down_bias = None
         if mlp.gate_bias is not None and mlp.up_bias is not None and mlp.down_bias is not None:

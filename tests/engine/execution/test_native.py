@@ -305,10 +305,11 @@ def test_quantized_experts(variant: str, kind: str, dtype: torch.dtype, monkeypa
         assert not reason and errors.median() <= (3e-5 if dtype == torch.float32 else 0.03)
 
 
-def test_experts_of_other_sizes_than_whole_panels_run_in_pytorch() -> None:
+@pytest.mark.parametrize("parts", [("gate", "up"), ("down",)], ids="-".join)
+def test_experts_of_other_sizes_than_whole_panels_run_in_pytorch(parts: Sequence[str]) -> None:
     model = build(with_layer(model_config("rope"), MIXTURES["softmax"]), dtype=torch.float32)
-    weights = model.get_parameter("decoder.layers.0.mlp.gate").detach().flatten(0, 1)
-    for part in ("gate", "up"):
+    for part in parts:
+        weights = model.get_parameter(f"decoder.layers.0.mlp.{part}").detach().flatten(0, 1)
         model.use_quantized({f"decoder.layers.0.mlp.{part}": quantize_matrix(weights, 8, weights.shape[1])})
     assert logits_of_steps(model, {})[1] == "int8 or int4 experts of a size that 32 does not divide"
 
