@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import llama_cpp as lib
@@ -12,6 +13,7 @@ from benchmarks.peers.engines import Outcome, Unsupported, serve
 from benchmarks.peers.scenarios import Scenario
 
 BATCH = 2048
+CPU_INFO = Path("/proc/cpuinfo")
 KEYS_AND_VALUES = {"float32": 0, "bfloat16": 1, "int8": 1, "int8-cache": 8}  # ggml types F32, F16, Q8_0
 
 
@@ -20,7 +22,10 @@ class LlamaCppWorker:
 
     def load(self, path: str, precision: str, threads: int, needs: dict[str, int]) -> None:
         lib.llama_backend_init()
-        self.model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        params = lib.llama_model_default_params()
+        if precision == "int8" and " amx_int8" in CPU_INFO.read_text():
+            params.use_extra_bufts = False  # its AMX kernels end with a segmentation fault in q8_0 (0.3.36)
+        self.model = lib.llama_model_load_from_file(path.encode(), params)
         if not self.model:
             raise OSError(f"llama.cpp cannot load {path}")
         self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
