@@ -4,7 +4,7 @@
 # make check      format, lint, types, imports    make install     what make test needs
 # make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
 # make test-lower-bounds   a model trained and used with the lowest versions of the dependencies, in a separate environment
-# make clients   lm-eval and litellm in a separate environment, and their tests against the server
+# make clients   lm-eval and litellm in a separate environment, for their tests in make test
 # make replicas  Ray (400 MB) into the environment, and the tests of two replicas on this machine
 # make peers      the environment of the engines that kvad is compared with   make bench   measure all of them, by turns, for hours;
 #                 started again, it continues   make bench-docs   docs/explanation/decoding-speed-results.md from what was measured
@@ -35,6 +35,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt kvad/ops/native/*.cpp kvad/ops/native/*.h; } | cksum | cut -d' ' -f1)
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
+CLIENTS_STAMP := $(CLIENTS)/.kvad-$(shell cksum < tests/server/clients/requirements.txt | cut -d' ' -f1)
 
 .PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle clients replicas peers bench bench-docs check docs install
 .DELETE_ON_ERROR:
@@ -42,8 +43,8 @@ RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 run: $(RUN_STAMP)
 	$(VENV)/bin/kvad demo $(DEMO_ARGS)
 
-test: $(TEST_STAMP)
-	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(TEST_ARGS)
+test: $(TEST_STAMP) clients
+	KVAD_CLIENTS=$(CLIENTS) $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(TEST_ARGS)
 
 # Integers, files, texts and formulas: nothing that trains or serves a model, and no subprocess. Under two minutes.
 UNIT_TESTS := tests/config tests/datasets tests/storage tests/cache/manager tests/cache/sizing tests/cache/test_policy.py \
@@ -77,10 +78,11 @@ oracle: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
 
 # 760 MB, because lm-eval needs pandas, pyarrow and scipy; its huggingface_hub is not the one of transformers 4.57.
-clients: $(TEST_STAMP)
-	test -x $(CLIENTS)/bin/lm_eval || { $(PYTHON) -m venv $(CLIENTS) && \
-		$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/server/clients/requirements.txt; }
-	KVAD_CLIENTS=$(CLIENTS) $(PY) -m pytest tests/server/clients -rs $(TEST_ARGS)
+# Where they cannot be installed, their tests are skipped.
+clients:
+	@test -e $(CLIENTS_STAMP) || { echo "installing lm-eval and litellm into $(CLIENTS)"; $(PYTHON) -m venv $(CLIENTS) && \
+		$(CLIENTS)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-deps -r tests/server/clients/requirements.txt && \
+		touch $(CLIENTS_STAMP); } || echo "no lm-eval, no litellm: tests/server/clients skips their tests"
 
 # Ray is no part of `make install`, because of its size. Where it is installed, `make test` runs these tests too.
 replicas: $(TEST_STAMP)

@@ -1,6 +1,7 @@
 """Settings of all tests: a fixed number of threads, reproducible hypothesis, and ``--sample N`` of a suite."""
 
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -31,8 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    _mark_long(items)
+    yield  # -m and -k
     selected: int | None = config.getoption("--sample")
     if selected is None:
         return
@@ -41,6 +44,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sampled = set(map(id, chosen))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in sampled])
     items[:] = chosen
+
+
+def _mark_long(items: list[pytest.Item]) -> None:
+    """Mark the tests of a function with ``one_in(N)`` as long, but for one in N, drawn from the function's name."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, tests in functions.items():
+        (count,) = tests[0].get_closest_marker("one_in").args
+        random.Random(name).shuffle(tests)
+        for item in tests[-(-len(tests) // count) :]:
+            item.add_marker(pytest.mark.long)
 
 
 def _minutes(item: pytest.Item) -> float:

@@ -79,6 +79,7 @@ def measure(case: Case) -> float:
 DECODER, ENCODER_DECODER = (AXES | {"topology": (name,)} for name in AXES["topology"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", pairwise(DECODER) + pairwise(ENCODER_DECODER, seed=1), ids=case_id)
 def test_a_policy_is_a_mask(case: Case) -> None:
     assert measure(case) <= EXACT
@@ -293,6 +294,7 @@ def apart(alone: Run, run: Run, number: int, sample: int) -> float:
     return max((a - b).abs().nan_to_num(nan=float("inf")).max().item() for a, b in pairs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", LOSSY_CASES.values(), ids=LOSSY_CASES)
 def test_a_lossy_policy_is_independent_of_other_sequences(case: Case) -> None:
     assert difference_alone(case) <= EXACT

@@ -49,6 +49,7 @@ def build(name: str, seed: int, folder: Path) -> OperationHarness:
     return OperationHarness(name, random.Random(seed), folder)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [

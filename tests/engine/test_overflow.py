@@ -305,6 +305,7 @@ def generate(engine: Engine, *prompts: Sequence[int], **options: Any) -> list[tu
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("capacity", [40, pytest.param(LIMIT, marks=pytest.mark.long)])
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 @pytest.mark.parametrize(("mode", "policy"), [("window", "window({})"), ("sinks", "sinks(4, {})")])

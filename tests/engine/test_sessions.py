@@ -185,6 +185,7 @@ def test_one_token_is_left_to_compute():
     assert (llm_engine.metrics(request).num_cached_tokens, llm_engine.metrics(request).resume_miss_reason) == (0, "")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["window", "sinks", "block-window", "delta rule"])
 def test_a_windowed_state_is_used_while_it_holds_the_window(name, way):

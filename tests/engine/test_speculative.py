@@ -184,6 +184,7 @@ CACHES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CACHES)
 def test_drafts_change_nothing_in_any_cache(name: str) -> None:
     engine = case_of(build(model_config()), replace(CACHE, **CACHES[name])).compare()

@@ -90,6 +90,7 @@ def run_of(kind: str, way: str, folder: Path) -> tuple[Run, float]:
     return run, largest
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["computed", "memory", "disk"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "contiguous"])
 def test_a_preempted_sequence_equals_its_solo_run(kind: str, way: str, tmp_path: Path) -> None:
@@ -306,6 +307,7 @@ def compare(kind: str, folder: Path, disk: FileSystem, right: dict[int, tuple[li
     return ended
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["full", "tiered"])
 @pytest.mark.parametrize("which", ["read", "write", "open", "create", "replace", "free"])
 def test_a_failing_disk_operation_never_changes_the_output(kind: str, which: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ SANITIZERS = {
     "address": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "thread": ("-O1", "-fsanitize=thread"),
 }
-PROGRAMS = {"address": 50, "thread": 28}
+PROGRAMS = {"address": 30, "thread": 14}
 THREADS = {"address": ("1", "3"), "thread": ("3", "2")}  # one thread has no race
 FLAGS = ("-g", "-pthread", "-Wno-unknown-pragmas", "-Wno-uninitialized", '-DKVAD_SOURCE_HASH=""', f"-I{build.FOLDER}")
 # LeakSanitizer needs rights that containers may lack.

@@ -74,6 +74,7 @@ def is_impossible(fault, name):
     return impossible.get(fault, False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 @pytest.mark.parametrize("name", STACKS)
 def test_every_fault_gets_its_own_name(name, layout):

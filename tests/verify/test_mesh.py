@@ -70,6 +70,7 @@ def test_beams_round_trips_and_block_stores_on_a_mesh(checkpoint, capsys):
     assert ranks() == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_ranks_use_the_trained_summarizer(monkeypatch, is_sent):
     """A rank without it has other summaries than one process."""

@@ -49,6 +49,7 @@ def test_every_registered_policy_is_verified(name):
     assert (report.cases[0].loss is None) == (name == "full")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["sinks(2, 6)", "tova(8, interval=4)", "tiered(8, quantized=8, interval=8)"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8/int4"])
 def test_formats_and_policies_compose(policy, stored):
@@ -115,6 +116,7 @@ def test_only_impossible_cases_are_refused(options, message):
 # ---------------------------------------------------------------- broken caches
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rotate", ["write", "read"])
 @pytest.mark.parametrize("policy", ["sinks(2, 6)", "tova(8, interval=4)"])
 @pytest.mark.parametrize("fault", ["mask", "position", "rotation", "scale", "cursor", "table", "layer", "neighbor"])

@@ -94,6 +94,7 @@ def test_rounding_beyond_the_tolerance_is_lossy_by_design(monkeypatch):
     assert [case.verdict for case in report.cases] == ["lossy by design", "exact"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stored", ["int8", "int4", "fp8-e4m3", "fp8-e5m2", "int8/int4", "float32/int8"])
 def test_lossy_formats_have_an_exact_structure_and_are_never_exact(stored):
     report = run_verify(tiny_model(), dtypes=("float32", stored))
@@ -103,6 +104,7 @@ def test_lossy_formats_have_an_exact_structure_and_are_never_exact(stored):
     assert report.verdict().endswith(f"lossy by design (paged {stored}, contiguous {stored})")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stored", ["int8", "int4"])
 @pytest.mark.parametrize("fault", ["table", "cursor", "layer", "neighbor", "dtype", "mask", "scale"])
 def test_fault_under_a_lossy_format_is_named(fault, stored):

@@ -104,6 +104,7 @@ def test_decoder_equals_pytorch(case: Case) -> None:
     assert bool(reason) == (case["heads"] == "latent")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", PAIRS, ids=case_id)
 def test_encoder_decoder_equals_pytorch(case: Case) -> None:
     config = with_axes(pair_config(named(case["position"]), case["norm"], case["heads"]), case)
@@ -145,6 +146,7 @@ def test_quantized_weights_on_every_instruction_set(
     assert difference(ours, theirs) <= (3e-5 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 6), (8, 24), (4, 2), (4, 8)])
 @pytest.mark.parametrize("variant", native.runnable_variants())
@@ -291,6 +293,7 @@ def quantized_mixture(kind: str, dtype: torch.dtype, gate_up: tuple[int, int], d
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gpt-oss", "deepseek-v3", "qwen2"])
 @pytest.mark.parametrize("variant", native.runnable_variants())
@@ -387,6 +390,7 @@ def rows_by_position(
     return rows
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
     [

@@ -37,6 +37,7 @@ from tests.support.stream_harness import (
 from tests.support.streams import EXACT_SETUPS, SETUPS, FakeKVCache, Mismatch
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_stream_equals_its_solo_run(name: str) -> None:
     harness = RandomRequests(SETUPS[name], 1).run(1000 if name in EXACT_SETUPS else 500)
@@ -129,11 +130,13 @@ def run_machine(machine: Callable[[], RuleBasedStateMachine], name: str) -> None
     run_state_machine_as_test(machine, settings=settings(MACHINE, max_examples=8 if name in EXACT_SETUPS else 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SETUPS)
 def test_examples_of_requests_equal_solo_runs(name: str) -> None:
     run_machine(lambda: StreamMachine(SchedulerHarness(SETUPS[name])), name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SETUPS)
 def test_examples_of_sequences_equal_solo_runs(name: str) -> None:
     run_machine(lambda: ManagerMachine(ManagerHarness(SETUPS[name])), name)

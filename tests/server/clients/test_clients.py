@@ -1,7 +1,7 @@
 """Other people's clients, unmodified: schemathesis, lm-eval and litellm (``openai`` is in ``tests/server``).
 
-schemathesis is installed with the tests. lm-eval and litellm need packages of other versions: ``make clients`` makes
-their environment, ``.venv-clients`` or ``$KVAD_CLIENTS``, and runs this file.
+schemathesis is installed with the tests. lm-eval and litellm need packages of other versions: ``make test`` and
+``make clients`` make their environment, ``.venv-clients`` or ``$KVAD_CLIENTS``.
 """
 
 import json

@@ -32,6 +32,7 @@ def written(run):
 OPTIMIZERS = [{}, {"name": "muon"}, {"name": "adafactor"}, {"name": "adafactor", "beta1": 0.9}, {"ema_decay": 0.9}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optim", [*OPTIMIZERS, {"average_last": 2, "average_interval": 1}], ids=str)
 def test_plan_equals_the_run(optim, corpus, tmp_path, run_config, listener):
     config = run_config(steps=3, **optim)

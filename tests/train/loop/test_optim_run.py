@@ -43,6 +43,7 @@ def config_of(run_config, name, **changes):
     return run_config(model=model, **settings)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_resume_is_exact(corpus, tmp_path, run_config, name):
     assert_resume_is_exact(config_of(run_config, name), [corpus], tmp_path, stops=[3, 7])

@@ -44,6 +44,7 @@ def run_file(kind, folder, **data):
     return path
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", EXAMPLE_KINDS)
 def test_run_on_prepared_data_equals_run_on_files(kind, files, tmp_path):  # noqa: F811
     run = run_file(kind, tmp_path)
