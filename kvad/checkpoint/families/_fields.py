@@ -246,6 +246,13 @@ def read_full_rope(fields: HFConfigReader, **changes: Any) -> cfg.RopeConfig:
     return position
 
 
+def require_longrope(fields: HFConfigReader, position: cfg.RopeConfig) -> cfg.RopeConfig:
+    """Return ``position`` if its scaling, if any, is LongRoPE.  Raises CheckpointError if it is not."""
+    if not isinstance(position.scaling, cfg.LongRopeScalingConfig | None):
+        raise fields.error(f"rope_type {position.scaling.kind!r} is not supported", "Supported: longrope.")
+    return position
+
+
 def require_scaling(fields: HFConfigReader, hint: str) -> None:
     """Raise CheckpointError unless the file states its scaling; ``hint`` says what its absence means."""
     if "rope_scaling" not in fields and "rope_parameters" not in fields:

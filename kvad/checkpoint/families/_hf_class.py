@@ -285,21 +285,22 @@ def build_stack(layer_types: Mapping[str, cfg.LayerConfig], pattern: str, **rest
 
 
 def fused_rules(
-    qkv: str, *, groups: Callable[[cfg.TokenMixer], int] | None = None, gate_up: str | None = None
+    qkv: str | None = None, *, groups: Callable[[cfg.TokenMixer], int] | None = None, gate_up: str | None = None
 ) -> LayerRules:
     """Build the rules of fused matrices.
 
     Args:
-        qkv: Matrix of q, k and v.
+        qkv: Matrix of q, k and v, if they are fused.
         groups: Number of parts that each have q, k and v.  None: all q, then all k, then all v.
         gate_up: Matrix of gate and up, if they are fused.
     """
 
     def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-        qkv_names = tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv")
-        attention = config.stack.layer_config(0).attention
-        transform = conversion.STACKED if groups is None else conversion.grouped_transform(groups(attention))
-        yield tensor_rule(qkv_names, f"{hf_prefix}.{qkv}", transform)
+        if qkv is not None:
+            qkv_names = tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv")
+            attention = config.stack.layer_config(0).attention
+            transform = conversion.STACKED if groups is None else conversion.grouped_transform(groups(attention))
+            yield tensor_rule(qkv_names, f"{hf_prefix}.{qkv}", transform)
         if gate_up is not None:
             gate_up_names = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"
             yield tensor_rule(gate_up_names, f"{hf_prefix}.{gate_up}", conversion.STACKED)

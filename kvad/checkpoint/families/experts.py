@@ -127,6 +127,16 @@ SIGMOID_ROUTER: hf.FieldTable = {  # DeepSeek-V3's
 }
 
 
+def dense_first(name: str) -> ExpertPlaces:
+    """Build the places of a class whose first layers are dense, as many as the field ``name`` says."""
+
+    def read(fields: HFConfigReader) -> Callable[[int], bool]:
+        dense = fields.integer(name)
+        return lambda index: index >= dense
+
+    return ExpertPlaces(read, lambda is_sparse: {name: is_sparse.count(False)})
+
+
 def read_mlp_types(fields: HFConfigReader) -> Callable[[int], bool]:
     """Return a function of a layer's index that is True if the layer has experts."""
     layers, dense = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace")
@@ -140,7 +150,7 @@ MLP_TYPES = ExpertPlaces(
     read_mlp_types, lambda is_sparse: {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in is_sparse]}
 )
 # The same, but written as the number of dense layers, which are the first ones.
-FIRST_DENSE = ExpertPlaces(read_mlp_types, lambda is_sparse: {"first_k_dense_replace": is_sparse.count(False)})
+FIRST_DENSE = dense_first("first_k_dense_replace")._replace(read=read_mlp_types)
 
 
 # ---------------------------------------------------------------- Qwen2-MoE
@@ -207,11 +217,6 @@ _GLM_EXPERTS: hf.FieldTable = {
 }
 
 
-def _read_glm_places(fields: HFConfigReader) -> Callable[[int], bool]:
-    dense = fields.integer("first_k_dense_replace")
-    return lambda index: index >= dense
-
-
 # Zhipu 2025, GLM-4.5.  Dense layers first; q and k are optionally normalized; partial RoPE.
 _GLM4_MOE = HFClass(
     "glm4_moe",
@@ -236,7 +241,7 @@ _GLM4_MOE = HFClass(
         "norm_topk_prob": True,
         "first_k_dense_replace": 1,
     },
-    layer_types=sparse_layers(_GLM_EXPERTS, FIRST_DENSE._replace(read=_read_glm_places)),
+    layer_types=sparse_layers(_GLM_EXPERTS, dense_first("first_k_dense_replace")),
     layer_rules=expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
     # Of the last layers of GLM-4.5 and its Air, which predict further tokens; transformers ignores them too.
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.(46|92)\..*"),
@@ -301,7 +306,14 @@ _DOTS1 = _GLM4_MOE.variant(
 
 # ---------------------------------------------------------------- ERNIE 4.5
 
-
+ERNIE_FIELDS: hf.FieldTable = {
+    **base.SIZES,
+    "tie_embeddings": hf.flag("tie_word_embeddings", True),
+    "attention.position": hf.rope(theta=500000.0, interleaved=True),
+    **hf.biases("use_bias"),
+    "mlp.bias": hf.flag("use_bias"),
+    "norm.eps": hf.number("rms_norm_eps", 1e-5),
+}
 _ERNIE_EXPERTS: hf.FieldTable = {
     "intermediate_size": hf.integer("moe_intermediate_size"),
     "num_experts": hf.integer("num_experts", "moe_num_experts", write_as="moe_num_experts"),
@@ -330,14 +342,7 @@ def _write_ernie_places(is_sparse: list[bool]) -> dict[str, Any]:
 _ERNIE_MOE = HFClass(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",
-    {
-        **base.SIZES,
-        "tie_embeddings": hf.flag("tie_word_embeddings", True),
-        "attention.position": hf.rope(theta=500000.0, interleaved=True),
-        **hf.biases("use_bias"),
-        "mlp.bias": hf.flag("use_bias"),
-        "norm.eps": hf.number("rms_norm_eps", 1e-5),
-    },
+    ERNIE_FIELDS,
     layer=base.ATTENTION,
     defaults={
         "max_position_embeddings": 131072,
@@ -374,10 +379,7 @@ def _read_phimoe_rope(fields: HFConfigReader) -> cfg.RopeConfig:
             raise fields.error(f"{name}: short_mscale {short} and long_mscale {long} must agree")
         if short is not None:
             content[name] = {**part.content, "attention_factor": short}
-    position = hf.read_full_rope(fields.derive(content), theta=1000000.0)
-    if not isinstance(position.scaling, cfg.LongRopeScalingConfig | None):
-        raise fields.error(f"rope_type {position.scaling.kind!r} is not supported", "Supported: longrope.")
-    return position
+    return hf.require_longrope(fields, hf.read_full_rope(fields.derive(content), theta=1000000.0))
 
 
 def _write_phimoe_rope(position: object, config: ModelConfig) -> dict[str, Any]:

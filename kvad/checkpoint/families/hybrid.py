@@ -13,7 +13,7 @@ from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransfo
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
-from kvad.checkpoint.families.experts import EXPERTS, W123, ExpertPlaces, sparse_layers, stacked_rules
+from kvad.checkpoint.families.experts import EXPERTS, W123, dense_first, sparse_layers, stacked_rules
 from kvad.checkpoint.families.gemma import HIDDEN_ACTIVATION
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
@@ -128,11 +128,6 @@ _LFM2 = HFClass(
 # ---------------------------------------------------------------- LFM2-MoE
 
 
-def _read_lfm2_places(fields: HFConfigReader) -> Callable[[int], bool]:
-    dense = fields.integer("num_dense_layers")
-    return lambda index: index >= dense
-
-
 _LFM2_EXPERTS = sparse_layers(
     {
         **EXPERTS,
@@ -142,7 +137,7 @@ _LFM2_EXPERTS = sparse_layers(
         "routed_scale": hf.number("routed_scaling_factor", 1.0),
         "selection_bias": hf.flag("use_expert_bias", True),
     },
-    ExpertPlaces(_read_lfm2_places, lambda is_sparse: {"num_dense_layers": is_sparse.count(False)}),
+    dense_first("num_dense_layers"),
 )
 
 

@@ -14,7 +14,7 @@ from kvad.checkpoint.conversion import HFConfigReader, TensorRule, tensor_rule
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, decoder_family
-from kvad.checkpoint.families.experts import EXPERTS, W123, stacked_rules
+from kvad.checkpoint.families.experts import ERNIE_FIELDS, EXPERTS, W123, stacked_rules
 from kvad.config import ModelConfig
 
 _DROPOUT = hf.dropouts(attention="attention_dropout")
@@ -82,14 +82,7 @@ _SEED_OSS = _LLAMA.variant(
 _ERNIE = _LLAMA.variant(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
-    fields={
-        **base.SIZES,
-        "tie_embeddings": hf.flag("tie_word_embeddings", True),
-        "attention.position": hf.rope(theta=500000.0, interleaved=True),
-        **hf.biases("use_bias"),
-        "mlp.bias": hf.flag("use_bias"),
-        "norm.eps": hf.number("rms_norm_eps", 1e-5),
-    },
+    fields=ERNIE_FIELDS,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128},
 )
 
@@ -329,10 +322,7 @@ _PHI3_ROPE = hf.rope(partial=1.0, scaling_fields=("short_factor", "long_factor")
 
 
 def _read_phi3_rope(fields: HFConfigReader) -> cfg.RopeConfig:
-    position: cfg.RopeConfig = _PHI3_ROPE.read(fields)
-    if not isinstance(position.scaling, cfg.LongRopeScalingConfig | None):
-        raise fields.error(f"rope_type {position.scaling.kind!r} is not supported", "Supported: longrope.")
-    return position
+    return hf.require_longrope(fields, _PHI3_ROPE.read(fields))
 
 
 def _write_phi3_rope(position: Any, config: ModelConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families import experts
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.checkpoint.families.windowed import EXAONE_LAYERS
 from kvad.config import ModelConfig
 
 _NORMED = {**base.ATTENTION, **base.QK_NORM}
@@ -119,13 +120,6 @@ _HUNYUAN_EXPERTS: hf.FieldTable = {
 }
 
 
-def _read_exaone_windows(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-    if fields.optional_integer("sliding_window") is None:
-        return {"G": layer}, "G" * fields.integer("num_hidden_layers")
-    types = {"L": base.with_window(layer, fields), "G": base.with_attention(layer, position=None)}
-    return types, base.interval_pattern(fields)
-
-
 _SHARED_DEFAULTS = {"num_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 8}
 
 # LG AI Research 2025, K-EXAONE.  The attention of EXAONE 4 after norms, and the experts of DeepSeek-V3.
@@ -145,9 +139,7 @@ _EXAONE_MOE = HFClass(
         "sliding_window_pattern": 4,
     },
     layer_types=base.combined_layers(
-        LayerTypes(_read_exaone_windows, base.write_layer_types),
-        experts.sparse_layers(_EXAONE_EXPERTS, experts.MLP_TYPES),
-        _LETTERS,
+        EXAONE_LAYERS, experts.sparse_layers(_EXAONE_EXPERTS, experts.MLP_TYPES), _LETTERS
     ),
     layer_rules=experts.expert_rules("gate", "e_score_correction_bias", "shared_experts"),
     ignored=(r".*rotary_emb\.inv_freq", r"mtp.*"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.checkpoint.conversion import STACKED, HFConfigReader, TensorRule, TensorTransform, tensor_rule
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransform, tensor_rule
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
@@ -112,6 +112,9 @@ def _read_exaone_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple
     return _read_cohere2_layers(fields, layer)
 
 
+EXAONE_LAYERS = LayerTypes(_read_exaone_layers, base.write_layer_types)
+
+
 def _read_olmo3_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
     part = fields.part("rope_parameters").get("sliding_attention", {})
     position = replace(hf.require_rope(layer.attention.position), scaling=None)
@@ -157,7 +160,7 @@ _EXAONE4 = HFClass(
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    layer_types=LayerTypes(_read_exaone_layers, base.write_layer_types),
+    layer_types=EXAONE_LAYERS,
 )
 
 # Ai2 2025.  OLMo 2 with a window in three layers of four, whose positions are not scaled.
@@ -182,11 +185,6 @@ _OLMO3 = HFClass(
 # ---------------------------------------------------------------- GLM 4
 
 
-def _gate_up_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-    gate_up = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"
-    yield tensor_rule(gate_up, f"{hf_prefix}.mlp.gate_up_proj", STACKED)
-
-
 # Zeng et al. 2024.  Rotary positions on neighboring dimensions of half a head, biases on q, k and v, fused gate and up.
 _GLM = HFClass(
     "glm",
@@ -200,7 +198,7 @@ _GLM = HFClass(
     },
     layer={name: base.LAYER[name] for name in base.LAYER if name not in ("mlp.gate", "mlp.up")},
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128},
-    layer_rules=_gate_up_rules,
+    layer_rules=base.fused_rules(gate_up="mlp.gate_up_proj"),
 )
 
 # Z.ai 2025, GLM-4-0414.  Norms before and after each half of a layer.
