@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvad.checkpoint.gguf import packings
@@ -19,6 +19,7 @@ _SIZES = {
     "rope.freq_base": "rope_theta",
 }
 _EPS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 _RMS = {**_SIZES, "attention.key_length": "head_dim", **_EPS}
 _GPT2 = {
     "context_length": "n_positions",
@@ -47,41 +48,29 @@ _GRANITE = {
     "attention.scale": "attention_multiplier",
 }
 _WINDOW = {"attention.sliding_window": "sliding_window"}
+_PARALLEL = {"use_parallel_residual": "use_parallel_residual"}
 _WINDOW_PATTERN = "attention.sliding_window_pattern"
 _SIGMOID = {"expert_gating_func": 2}
 
 
-def _llama_biases(content: dict[str, Any], contents: FileContents) -> None:
-    content["attention_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
-    content["mlp_bias"] = "blk.0.ffn_up.bias" in contents.tensor_names
+def _has_tensors(**parts: str) -> Callable[[dict[str, Any], FileContents], None]:
+    """Build a function that sets fields of config.json to whether the first layer has a tensor, given by its name."""
+
+    def complete(content: dict[str, Any], contents: FileContents) -> None:
+        content |= {field: f"blk.0.{part}" in contents.tensor_names for field, part in parts.items()}
+
+    return complete
 
 
-def _stablelm_biases(content: dict[str, Any], contents: FileContents) -> None:
-    content["use_qkv_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
-    content["qk_layernorm"] = "blk.0.attn_q_norm.weight" in contents.tensor_names
-
-
-def _starcoder_biases(content: dict[str, Any], contents: FileContents) -> None:
-    content["use_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
-
-
-def _seed_oss_biases(content: dict[str, Any], contents: FileContents) -> None:
-    names = contents.tensor_names
-    content["attention_bias"], content["attention_out_bias"], content["mlp_bias"] = (
-        f"blk.0.{part}.bias" in names for part in ("attn_q", "attn_output", "ffn_up")
-    )
+_ATTENTION_BIAS = _has_tensors(attention_bias="attn_q.bias")
+_LLAMA_BIASES = _has_tensors(attention_bias="attn_q.bias", mlp_bias="ffn_up.bias")
+_SEED_OSS_BIASES = _has_tensors(
+    attention_bias="attn_q.bias", attention_out_bias="attn_output.bias", mlp_bias="ffn_up.bias"
+)
 
 
 def _olmoe_heads(content: dict[str, Any], contents: FileContents) -> None:
     content["num_key_value_heads"] = content["num_attention_heads"]  # llama.cpp reads no other file
-
-
-def _attention_bias(content: dict[str, Any], contents: FileContents) -> None:
-    content["attention_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
-
-
-def _qkv_bias(content: dict[str, Any], contents: FileContents) -> None:
-    content["qkv_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
 
 
 def _phi3_options(content: dict[str, Any], contents: FileContents) -> None:
@@ -162,8 +151,7 @@ def _glm4_moe_options(content: dict[str, Any], contents: FileContents) -> None:
     """Complete the options; layers that predict further tokens are the last ones of the file, and are not read."""
     _routing(content, contents)
     content["num_hidden_layers"] -= content.get("num_nextn_predict_layers") or 0
-    names = contents.tensor_names
-    content |= {"attention_bias": "blk.0.attn_q.bias" in names, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}
+    _has_tensors(attention_bias="attn_q.bias", use_qk_norm="attn_q_norm.weight")(content, contents)
 
 
 def _dots1_options(content: dict[str, Any], contents: FileContents) -> None:
@@ -255,42 +243,34 @@ def _gemma_scale(content: dict[str, Any], contents: FileContents) -> None:
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 _SILU = {"hidden_act": "silu"}
+_NO_BIAS = {**_SILU, "attention_bias": False}
 ARCHITECTURES = {
     architecture.model_type: architecture
     for architecture in (
-        Architecture(
-            "llama", "llama", "LlamaForCausalLM", _RMS, {"hidden_act": "silu"}, _llama_biases, interleaves_rotary=True
-        ),
-        Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _RMS, {"hidden_act": "silu"}),
-        Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", _RMS, {"hidden_act": "silu", "attention_bias": False}),
+        Architecture("llama", "llama", "LlamaForCausalLM", _RMS, _SILU, _LLAMA_BIASES, interleaves_rotary=True),
+        Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _RMS, _SILU),
+        Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", _RMS, _NO_BIAS),
         Architecture(
             "gemma2", "gemma2", "Gemma2ForCausalLM",
             {
-                **_RMS, "attention.sliding_window": "sliding_window",
-                "attn_logit_softcapping": "attn_logit_softcapping",
+                **_RMS, **_WINDOW, "attn_logit_softcapping": "attn_logit_softcapping",
                 "final_logit_softcapping": "final_logit_softcapping",
             },
             _GEMMA, _gemma_scale, norm_offset=1.0,
         ),
         Architecture(
-            "gemma3", "gemma3_text", "Gemma3ForCausalLM", {**_RMS, "attention.sliding_window": "sliding_window"},
+            "gemma3", "gemma3_text", "Gemma3ForCausalLM", {**_RMS, **_WINDOW},
             {**_GEMMA, "rope_local_base_freq": 10000.0}, _gemma_scale, norm_offset=1.0,
         ),
         Architecture(
             "stablelm", "stablelm", "StableLmForCausalLM",
-            {
-                **_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps",
-                "use_parallel_residual": "use_parallel_residual",
-            },
-            {"hidden_act": "silu"}, _stablelm_biases, is_partial=True,
+            {**_SIZES, **_LAYER_NORM, **_PARALLEL}, _SILU,
+            _has_tensors(use_qkv_bias="attn_q.bias", qk_layernorm="attn_q_norm.weight"), is_partial=True,
         ),
         Architecture(
             "starcoder2", "starcoder2", "Starcoder2ForCausalLM",
-            {
-                **_SIZES, "attention.layer_norm_epsilon": "norm_epsilon",
-                "attention.sliding_window": "sliding_window",
-            },
-            {"hidden_act": "gelu_pytorch_tanh"}, _starcoder_biases, not_written=("attention.sliding_window",),
+            {**_SIZES, "attention.layer_norm_epsilon": "norm_epsilon", **_WINDOW},
+            {"hidden_act": "gelu_pytorch_tanh"}, _has_tensors(use_bias="attn_q.bias"), not_written=tuple(_WINDOW),
         ),
         Architecture(
             "gemma", "gemma", "GemmaForCausalLM", _RMS,
@@ -298,53 +278,46 @@ ARCHITECTURES = {
             norm_offset=1.0,
         ),
         Architecture(
-            "phi3", "phi3", "Phi3ForCausalLM",
-            {
-                **_SIZES, "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-                "attention.sliding_window": "sliding_window",
-            },
-            _SILU, _phi3_options, is_partial=True, has_longrope=True,
-            not_written=("attention.sliding_window",),
+            "phi3", "phi3", "Phi3ForCausalLM", {**_SIZES, **_EPS, **_WINDOW}, _SILU, _phi3_options,
+            is_partial=True, has_longrope=True, not_written=tuple(_WINDOW),
         ),
         Architecture(
-            "phi2", "phi", "PhiForCausalLM", {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"},
+            "phi2", "phi", "PhiForCausalLM", {**_SIZES, **_LAYER_NORM},
             {"hidden_act": "gelu_new", "qk_layernorm": False}, is_partial=True,
         ),
         Architecture(
-            "olmo2", "olmo2", "Olmo2ForCausalLM", _RMS, {**_SILU, "attention_bias": False},
+            "olmo2", "olmo2", "Olmo2ForCausalLM", _RMS, _NO_BIAS,
             is_chosen=lambda values: not values.get("attention.sliding_window"),
         ),
         Architecture(
-            "olmo2", "olmo3", "Olmo3ForCausalLM", {**_RMS, **_WINDOW}, {**_SILU, "attention_bias": False},
+            "olmo2", "olmo3", "Olmo3ForCausalLM", {**_RMS, **_WINDOW}, _NO_BIAS,
             _read_windows, _write_windows, (_WINDOW_PATTERN,),
             is_chosen=lambda values: bool(values.get("attention.sliding_window")),
         ),
         Architecture(
             "olmo", "olmo", "OlmoForCausalLM",
             {**_SIZES, "attention.key_length": "head_dim", "attention.clamp_kqv": "clip_qkv"},
-            {**_SILU, "attention_bias": False}, fixed={"attention.layer_norm_epsilon": 1e-5}, interleaves_rotary=True,
+            _NO_BIAS, fixed={"attention.layer_norm_epsilon": 1e-5}, interleaves_rotary=True,
         ),
         Architecture(
             "exaone4", "exaone4", "Exaone4ForCausalLM", {**_SIZES, **_EPS, **_WINDOW}, _SILU, _read_exaone4,
             _write_exaone4, (_WINDOW_PATTERN, "attention.key_length"),  # llama.cpp reads no other width
         ),
+        Architecture("glm4", "glm4", "Glm4ForCausalLM", _RMS, _SILU, _ATTENTION_BIAS, is_partial=True),
         Architecture(
-            "glm4", "glm4", "Glm4ForCausalLM", _RMS, _SILU, _attention_bias, is_partial=True,
-        ),
-        Architecture(
-            "chatglm", "glm", "GlmForCausalLM", {**_SIZES, **_EPS}, _SILU, _attention_bias, is_partial=True,
+            "chatglm", "glm", "GlmForCausalLM", {**_SIZES, **_EPS}, _SILU, _ATTENTION_BIAS, is_partial=True,
         ),
         Architecture(
             "granite", "granite", "GraniteForCausalLM",
-            {**_RMS, **_GRANITE}, _SILU, _llama_biases, interleaves_rotary=True,
+            {**_RMS, **_GRANITE}, _SILU, _LLAMA_BIASES, interleaves_rotary=True,
         ),
-        Architecture("seed_oss", "seed_oss", "SeedOssForCausalLM", _RMS, _SILU, _seed_oss_biases),
+        Architecture("seed_oss", "seed_oss", "SeedOssForCausalLM", _RMS, _SILU, _SEED_OSS_BIASES),
         Architecture(
             "arcee", "arcee", "ArceeForCausalLM", _RMS,
             {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False}, interleaves_rotary=True,
         ),
         Architecture(
-            "smollm3", "smollm3", "SmolLM3ForCausalLM", _RMS, {**_SILU, "no_rope_layer_interval": 4}, _llama_biases,
+            "smollm3", "smollm3", "SmolLM3ForCausalLM", _RMS, {**_SILU, "no_rope_layer_interval": 4}, _LLAMA_BIASES,
             interleaves_rotary=True,
         ),
         Architecture("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", _RMS, {**_SILU, "use_bias": False}),
@@ -355,16 +328,12 @@ ARCHITECTURES = {
         ),
         Architecture(
             "command-r", "cohere", "CohereForCausalLM",
-            {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
-            {**_SILU, "attention_bias": False},
+            {**_SIZES, **_LAYER_NORM, "logit_scale": "logit_scale"}, _NO_BIAS,
         ),
         Architecture(
             "cohere2", "cohere2", "Cohere2ForCausalLM",
-            {
-                **_SIZES, **_WINDOW, "attention.key_length": "head_dim",
-                "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale",
-            },
-            {**_SILU, "attention_bias": False}, _read_windows, _write_windows, (_WINDOW_PATTERN,),
+            {**_SIZES, **_WINDOW, "attention.key_length": "head_dim", **_LAYER_NORM, "logit_scale": "logit_scale"},
+            _NO_BIAS, _read_windows, _write_windows, (_WINDOW_PATTERN,),
         ),
         Architecture(
             "llama", "mixtral", "MixtralForCausalLM", {**_RMS, **_LOCAL_EXPERTS}, _SILU, interleaves_rotary=True
@@ -375,12 +344,12 @@ ARCHITECTURES = {
                 **_RMS, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
             },
-            {**_SILU, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}, _qkv_bias,
-            row_vectors=("ffn_gate_inp_shexp",),
+            {**_SILU, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            _has_tensors(qkv_bias="attn_q.bias"), row_vectors=("ffn_gate_inp_shexp",),
         ),
         Architecture(
             "granitemoe", "granitemoe", "GraniteMoeForCausalLM", {**_SIZES, **_EPS, **_GRANITE, **_LOCAL_EXPERTS},
-            {**_SILU, "attention_bias": False}, _granite_heads, interleaves_rotary=True,
+            _NO_BIAS, _granite_heads, interleaves_rotary=True,
             packings=lambda content: packings.GRANITE_EXPERTS,
             is_chosen=lambda values: "expert_shared_feed_forward_length" not in values,
         ),
@@ -390,7 +359,7 @@ ARCHITECTURES = {
                 **_SIZES, **_EPS, **_GRANITE, **_LOCAL_EXPERTS,
                 "expert_shared_feed_forward_length": "shared_intermediate_size",
             },
-            {**_SILU, "attention_bias": False}, _granite_heads, interleaves_rotary=True,
+            _NO_BIAS, _granite_heads, interleaves_rotary=True,
             packings=lambda content: packings.GRANITE_EXPERTS,
             is_chosen=lambda values: "expert_shared_feed_forward_length" in values,
         ),
@@ -401,7 +370,7 @@ ARCHITECTURES = {
         ),
         Architecture(
             "dots1", "dots1", "Dots1ForCausalLM", {**_RMS, **_SHARED_EXPERTS, **_GROUPS},
-            {**_SILU, "attention_bias": False}, _dots1_options, fixed=_SIGMOID,
+            _NO_BIAS, _dots1_options, fixed=_SIGMOID,
         ),
         Architecture(
             "ernie4_5-moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
@@ -416,12 +385,12 @@ ARCHITECTURES = {
             fixed={"interleave_moe_layer_step": 1}, row_vectors=("exp_probs_b",),
         ),
         Architecture(
-            "deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM", _LATENT, {**_SILU, "attention_bias": False},
+            "deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM", _LATENT, _NO_BIAS,
             _read_deepseek_v2, _write_latent, _LATENT_DERIVED, {"expert_gating_func": 1},
             lambda values: not _is_deepseek_v3(values), packings=packings.latent_packings, not_written=tuple(_GROUPS),
         ),
         Architecture(
-            "deepseek2", "deepseek_v3", "DeepseekV3ForCausalLM", _LATENT, {**_SILU, "attention_bias": False},
+            "deepseek2", "deepseek_v3", "DeepseekV3ForCausalLM", _LATENT, _NO_BIAS,
             _read_deepseek_v3, _write_latent, _LATENT_DERIVED, _SIGMOID, packings=packings.latent_packings,
             is_chosen=_is_deepseek_v3,
         ),
@@ -436,10 +405,7 @@ ARCHITECTURES = {
         ),
         Architecture(
             "gpt-oss", "gpt_oss", "GptOssForCausalLM",
-            {
-                **_RMS, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size",
-                "attention.sliding_window": "sliding_window",
-            },
+            {**_RMS, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size", **_WINDOW},
             {**_SILU, "attention_bias": True}, _gpt_oss_windows, packings=lambda content: packings.GPT_OSS,
         ),
         Architecture(
@@ -454,8 +420,7 @@ ARCHITECTURES = {
         Architecture(
             "gptneox", "gpt_neox", "GPTNeoXForCausalLM",
             {
-                **{key: _SIZES[key] for key in _SIZES if key != "attention.head_count_kv"},
-                "attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual",
+                **{key: _SIZES[key] for key in _SIZES if key != "attention.head_count_kv"}, **_LAYER_NORM, **_PARALLEL,
             },
             {"hidden_act": "gelu", "attention_bias": True}, is_partial=True,
             packings=lambda content: packings.grouped_qkv("attention", *2 * [content["num_attention_heads"]]),
