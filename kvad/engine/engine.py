@@ -39,7 +39,7 @@ from kvad.engine.execution import (
 from kvad.engine.options import EngineConfig
 from kvad.engine.output import OutputTextStream, ends_with_stop_string
 from kvad.engine.requests import check_request, check_source
-from kvad.engine.resume import ResumePoint, StateKeeper
+from kvad.engine.resume import StateKeeper
 from kvad.engine.scheduling import LengthLimits, RequestMetrics, SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.storage import open_block_store, open_offload_reader, open_swap_space
 from kvad.errors import ConfigError, KvadError, RequestError, SaveError, UsageError
@@ -162,7 +162,7 @@ class Engine:
         )
         is_adaptive = config.speculative is not None and config.speculative.adaptive
         self._draft_gate = scheduling.speculation.DraftGate() if is_adaptive else None
-        self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
+        self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager, self.limits)
         self.times = StepTimes()
         self._next_request = 0
         self._texts: dict[tuple[int, int], OutputTextStream] = {}
@@ -265,8 +265,9 @@ class Engine:
         grammar = None if output is None else self.grammars.compile(output, sampling_params.visible_special_tokens)
         texts = self._text_streams(request, sampling_params, stop_tokens)
         prefix_root = self._root(cache_salt, encoder_token_ids, adapter)
-        identity = prefix_root, encoder_token_ids, cache_salt, adapter
-        resume_point = self._resume(resume, prompt_token_ids, sampling_params, *identity)
+        resume_point = self.state_keeper.resume(
+            resume, prompt_token_ids, sampling_params, prefix_root, encoder_token_ids, cache_salt, adapter
+        )
         encoder = None if encoder_token_ids is None else scheduling.request.EncoderInput(tuple(encoder_token_ids))
         metrics = self.scheduler.add_request(
             request,
@@ -299,29 +300,6 @@ class Engine:
         end_tokens = stop_tokens | frozenset(sampling_params.stop_token_ids)
         samples = range(sampling_params.n)
         return {(request, i): OutputTextStream(self.tokenizer, sampling_params, end_tokens) for i in samples}
-
-    def _resume(
-        self,
-        state: SequenceState | None,
-        tokens: Sequence[int],
-        sampling_params: SamplingParams,
-        prefix_root: bytes,
-        encoder_token_ids: Sequence[int] | None,
-        cache_salt: str,
-        adapter: str,
-    ) -> ResumePoint:
-        """Return the point at which a request continues from a state, if one is given."""
-        regime = self.limits.rope_regime(len(tokens))
-        return self.state_keeper.resume(
-            state,
-            tokens,
-            sampling_params,
-            prefix_root=scheduling.sequence.regime_root(prefix_root, regime),
-            regime=str(regime),
-            cache_salt=cache_salt,
-            adapter=adapter,
-            encoder_tokens=encoder_token_ids,
-        )
 
     def _check_options(self, sampling_params: SamplingParams, draw_salt: int, *, uses_states: bool) -> None:
         if not 0 <= draw_salt <= scheduling.request.MAX_SEED:

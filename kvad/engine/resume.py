@@ -16,7 +16,7 @@ from kvad.cache.device import KVCache
 from kvad.cache.manager import KVCacheManager, SwappedSequence
 from kvad.cache.sessions import SequenceState
 from kvad.engine import scheduling
-from kvad.engine.scheduling import SamplingParams
+from kvad.engine.scheduling import LengthLimits, SamplingParams
 from kvad.errors import RequestError
 
 
@@ -31,8 +31,8 @@ class ResumePoint(NamedTuple):
 class StateKeeper:
     """States of one engine's requests; ``engine_id`` identifies the engine in its states."""
 
-    def __init__(self, kv_cache: KVCache, kv_cache_manager: KVCacheManager) -> None:
-        self._kv_cache, self._kv_cache_manager = kv_cache, kv_cache_manager
+    def __init__(self, kv_cache: KVCache, kv_cache_manager: KVCacheManager, limits: LengthLimits) -> None:
+        self._kv_cache, self._kv_cache_manager, self._limits = kv_cache, kv_cache_manager, limits
         self.engine_id = object()
         self._tracked: dict[int, tuple[str, str]] = {}  # request -> salt, adapter
         self._states: dict[int, SequenceState] = {}
@@ -42,12 +42,10 @@ class StateKeeper:
         state: SequenceState | None,
         tokens: Sequence[int],
         sampling_params: SamplingParams,
-        *,
         prefix_root: bytes,
-        regime: str,
+        encoder_tokens: Sequence[int] | None,
         cache_salt: str,
         adapter: str,
-        encoder_tokens: Sequence[int] | None,
     ) -> ResumePoint:
         """Return the resume point of this prompt; raise RequestError for another engine's state."""
         if state is None:
@@ -56,7 +54,9 @@ class StateKeeper:
             raise RequestError(
                 "resume: the state belongs to another engine", "Save it as a session and load that here."
             )
-        pairs = {"rope_regime": (regime, state.regime), "cache_salt": (cache_salt, state.salt)}
+        regime = self._limits.rope_regime(len(tokens))
+        prefix_root = scheduling.sequence.regime_root(prefix_root, regime)
+        pairs = {"rope_regime": (str(regime), state.regime), "cache_salt": (cache_salt, state.salt)}
         pairs["adapter"] = adapter, state.adapter
         for label, (current, stored) in pairs.items():
             if current != stored:
