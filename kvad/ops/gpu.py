@@ -6,8 +6,6 @@ they cannot, blocks are gathered and ``ops/attention.py`` computes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from kvad.model_input import AlibiSlopes, AttentionParams, AttentionPattern
 from kvad.ops import triton
 from kvad.ops.triton import DTYPES as DTYPES
 from kvad.ops.triton import PagedStore as PagedStore
+from kvad.ops.triton import RMSNorm as RMSNorm
 from kvad.ops.triton import unavailable_reason as unavailable_reason
 
 MAX_HEAD_DIM = 256
@@ -83,14 +82,6 @@ def write_positions(column: Tensor, slots: Tensor, positions: Tensor) -> None:
         column.view(-1)[slots] = positions
     else:
         triton.cache_write.write_positions(column, slots, positions)
-
-
-class RMSNorm(NamedTuple):
-    """RMSNorm (Zhang & Sennrich 2019); ``unit_offset`` adds 1 to the weight."""
-
-    weight: Tensor | None  # [E]
-    eps: float
-    unit_offset: bool = False
 
 
 def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvad.ops.triton import support as support
     from kvad.ops.triton.support import DTYPES as DTYPES
     from kvad.ops.triton.support import PagedStore as PagedStore
+    from kvad.ops.triton.support import RMSNorm as RMSNorm
     from kvad.ops.triton.support import unavailable_reason as unavailable_reason
     from kvad.ops.triton.support import unsupported_format as unsupported_format
 

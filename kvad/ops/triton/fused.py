@@ -8,7 +8,7 @@ so that one token needs four of them per layer besides attention. All sums are i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,22 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvad.ops.triton.support import launch_options, starts_dependent
+from kvad.ops.triton.support import RMSNorm, launch_options, starts_dependent
 
 ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4, "relu": 5, "relu2": 6}
-
-
-class RMSNorm(Protocol):
-    """The norm of ``ops/gpu.py``."""
-
-    @property
-    def weight(self) -> Tensor | None: ...
-
-    @property
-    def eps(self) -> float: ...
-
-    @property
-    def unit_offset(self) -> bool: ...
 
 
 @triton.jit
@@ -189,16 +176,9 @@ def one_row_linear(
     residual: Tensor | None = None,
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Multiply x [1, in] by weight [out, in].
+    """Multiply x [1, in] by weight [out, in], as ``ops.gpu.one_row_linear``, which describes the other arguments.
 
-    Args:
-        x: The input.
-        weight: The weight; with an activation (gate, up) [2 out, in].
-        bias: [out], with an activation [2 out].
-        norm: Applied to the input.
-        activation: Compute activation(gate) * up.
-        residual: [1, out], to which the product is added in place, and which is returned.
-        config: Rows and columns of a program's tile and its warps; None: chosen by the sizes.
+    ``config``: rows and columns of a program's tile and its warps; None: chosen by the sizes.
     """
     inputs, outputs = weight.shape[1], weight.shape[0] // (1 if activation is None else 2)
     assert x.shape == (1, inputs) and x.is_contiguous() and weight.is_contiguous()

@@ -31,6 +31,14 @@ class PagedStore(NamedTuple):
         return self.data.view(FP8[self.format]) if self.format in FP8 else self.data
 
 
+class RMSNorm(NamedTuple):
+    """RMSNorm (Zhang & Sennrich 2019); ``unit_offset`` adds 1 to the weight."""
+
+    weight: Tensor | None  # [E]
+    eps: float
+    unit_offset: bool = False
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
