@@ -26,9 +26,9 @@ from kvad.model_input import (
     AttentionPattern,
     CacheProtocol,
     CacheView,
-    DeltaInputs,
     ModelInput,
     TokenPositions,
+    WrappedView,
 )
 from kvad.train.config import SummarizerConfig
 from kvad.train.data import Batch
@@ -96,27 +96,17 @@ class _Recorder:
         return [_RecordingView(self.records, n, view) if n in self._layers else view for n, view in enumerate(views)]
 
 
-class _RecordingView:
+class _RecordingView(WrappedView):
     def __init__(self, records: dict[int, _LayerRecord], layer: int, view: CacheView) -> None:
-        self._records, self._layer, self._view = records, layer, view
+        super().__init__(view)
+        self._records, self._layer = records, layer
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         assert k is not None and v is not None, "self-attention passes its own keys and values"
-        out = self._view.attend(q, k, v, params)
+        out = self.view.attend(q, k, v, params)
         q, k, v, output = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v, out))
         self._records[self._layer] = _LayerRecord(q, k, v, params, output)
         return out
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("self-attention has no encoder input")
-
-    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        raise AssertionError("only layers with attention are recorded")
-
-    recur = convolve
-
-    def delta(self, inputs: DeltaInputs) -> Tensor:
-        raise AssertionError("only layers with attention are recorded")
 
 
 class _Span(NamedTuple):
