@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.policy import EvictionPolicy, OffloadPolicy, Quest, StatefulPolicy, TieredPolicy
-from kvad.cache.quantization import CacheFormat, get_format
+from kvad.cache.quantization import CacheFormat, get_format, join_format_names
 from kvad.config import DTYPE_BYTES, AttentionSpec
 from kvad.errors import ConfigError
 from kvad.model_input import RESERVED_BLOCKS
@@ -68,6 +68,11 @@ class CacheGroup(NamedTuple):
         if self.spec.values_in_keys:
             return (keys,)
         return keys, (get_format(self.value_format, "values"), self.spec.value_dim)
+
+    @property
+    def format_name(self) -> str:
+        """Format of keys and values: "float32" or "int8/int4"."""
+        return join_format_names(self.key_format, self.value_format)
 
     @property
     def weight_format(self) -> str:

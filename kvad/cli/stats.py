@@ -143,7 +143,7 @@ def group_use(llm: LLM, lengths: Sequence[int] = ()) -> tuple[CacheGroupUse, ...
                 block_bytes=size.total // group.num_blocks,
                 pool_bytes=size.total,
                 scale_bytes=size.scales,
-                stored=cache_lib.quantization.join_format_names(group.key_format, group.value_format),
+                stored=group.format_name,
                 description=description,
             )
         )

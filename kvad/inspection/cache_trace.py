@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad import cache as cache_lib
 from kvad import ops
 from kvad.cache import CacheGroup, group_bytes
 from kvad.cache.device import EvictionEvent
@@ -385,8 +384,7 @@ class CacheTracer:
             return Reason("offloaded", f"offloaded {when} at length {length}: read back by every later query", length)
         if now == states.QUANTIZED:
             group = self.kv_cache.groups[self.lower_groups[step.group][0]]
-            stored = cache_lib.quantization.join_format_names(group.key_format, group.value_format)
-            return Reason("quantized", f"quantized {when} into {stored} at length {length}", length)
+            return Reason("quantized", f"quantized {when} into {group.format_name} at length {length}", length)
         if now == states.SUMMARIZED:
             ratio = ratio_of(self.kv_cache.groups[self.lower_groups[step.group][-1]])
             first = at // ratio * ratio
@@ -408,7 +406,7 @@ class CacheTracer:
                 layers=group.layers,
                 kv_heads=group.spec.num_kv_heads,
                 policy=self.policies[self.group_of[group.layers[0]]],
-                stored=cache_lib.quantization.join_format_names(group.key_format, group.value_format),
+                stored=group.format_name,
                 block_size=group.block_size,
                 blocks=group.num_usable_blocks,
                 bytes=group_bytes(group).total,

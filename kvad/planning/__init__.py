@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from kvad.planning.known_models import KNOWN_MODELS as KNOWN_MODELS
     from kvad.planning.report import PlanReport as PlanReport
     from kvad.planning.report import build_report as build_report
-    from kvad.planning.report import describe_format as describe_format
     from kvad.planning.report import describe_retention as describe_retention
     from kvad.planning.report import layer_names as layer_names
     from kvad.planning.report import plan_target as plan_target

@@ -394,11 +394,6 @@ def describe_retention(group: CacheGroup, own: Sequence[AttentionSpec] = ()) -> 
     return first + text
 
 
-def describe_format(group: CacheGroup) -> str:
-    """Return the format of its keys and values: "float32" or "int8/int4"."""
-    return cache_lib.quantization.join_format_names(group.key_format, group.value_format)
-
-
 def layer_names(layers: Sequence[int]) -> str:
     """Format ``layer 3``, ``layers 0-3``, ``layers 0, 2, ..., 24``; other lists are written out.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvad import cache as cache_lib
 from kvad.cli import parameters
 from kvad.cli.fields import argument, option
 from kvad.cli.output import format_records, with_properties
@@ -185,8 +184,8 @@ def load_for_eval(
 
 def describe_cache(llm: LLM) -> TextLine:
     cache, group = llm.engine.cache, llm.engine.kv_cache_manager.groups[0]
-    stored = cache_lib.quantization.join_format_names(group.key_format, group.value_format)
-    return {"policy": cache.policy, "stored": stored, "layout": cache.layout, "chunk": cache.prefill_chunk_size}
+    stored, chunk = group.format_name, cache.prefill_chunk_size
+    return {"policy": cache.policy, "stored": stored, "layout": cache.layout, "chunk": chunk}
 
 
 def format_cache(cache: TextLine | None) -> str:

@@ -268,7 +268,7 @@ def _group_lines(plan: MemoryPlan, index: int) -> list[str]:
     retention = planning.describe_retention(group, attention_specs(plan.config))
     total = _sizes(group_plan.payload, group_plan.scales, group_plan.metadata)
     return [
-        f"group {index}: {names} ({len(layers)}): {retention}, {planning.describe_format(group)}",
+        f"group {index}: {names} ({len(layers)}): {retention}, {group.format_name}",
         f"  {'' if group.lower_level is None else f'below group {group.lower_level.upper_group}; '}{heads}",
         f"  per token   {_sizes(size.per_token_payload, size.per_token_scales, size.per_token_metadata)}",
         f"  per {row:<7} {_sizes(group_plan.seq_payload, group_plan.seq_scales, group_plan.seq_metadata)} ({slots})",
