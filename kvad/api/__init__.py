@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvad.api import memory as memory
     from kvad.api import training as training
+    from kvad.api import verification as verification
     from kvad.api.memory import plan as plan
     from kvad.api.training import train as train
     from kvad.api.verification import verify as verify

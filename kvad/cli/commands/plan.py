@@ -126,16 +126,7 @@ def _settings(options: _PlanOptions) -> dict[str, Any]:
         "speculative": parameters.speculative_config(options),
         "adapters": parameters.named_adapters(options.adapter) or None,
     }
-    same: tuple[str, ...] = (
-        "dtype",
-        "cache_dtype",
-        "cache_key_dtype",
-        "cache_value_dtype",
-        "summarizer",
-        "max_num_batched_tokens",
-    )
-    same += ("mesh", "deterministic", "compression_ratios", "quality_results")
-    own |= {name: getattr(options, name) for name in same}
+    own |= {name: getattr(options, name) for name in api.memory.PLAN_SETTINGS if name not in own}
     return settings | {name: value for name, value in own.items() if value is not None}
 
 

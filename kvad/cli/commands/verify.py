@@ -131,10 +131,8 @@ def verify_command(options: _VerifyOptions) -> None:
 
 
 def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
-    names: tuple[str, ...] = ("dtype", "device", "memory", "adapter", "rope_scaling", "summarizer", "mesh", "rope_at")
-    names += ("max_num_batched_tokens", "max_inter_token", "num_prompts", "max_tokens", "block_size", "num_beams")
-    names += ("prefix_cache_ram", "against", "inject_fault", "activation_bits", "speculative")
-    names += ("deterministic", "compile", "endless", "prefill_chunk_size", "preempt", "prefix_hit")
+    own = {"layouts", "cache_dtypes", "policies", "round_trips"}  # of other names here
+    names = api.verification.VERIFY_SETTINGS.keys() - own
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     with console().status("verifying") as status:
         return api.verify(
