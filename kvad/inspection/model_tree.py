@@ -367,8 +367,3 @@ def _quoted(text: str) -> str:
     """Escape for Mermaid: entities by name or number between # and ;."""
     codes = {"\N{NO-BREAK SPACE}": " ", "#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;"}
     return "".join(codes.get(char, char) for char in text)
-
-
-def tree_to_json(node: TreeNode) -> Mapping[str, object]:
-    """Build ``{"part", "title", "lines", "tensors": {name: shape}, "parameters", "facts", "children"}``, nested."""
-    return asdict(node)

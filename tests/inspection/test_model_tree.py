@@ -10,6 +10,7 @@ import pytest
 from kvad import config as cfg
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import build_groups, group_bytes
+from kvad.cli.output import json_line
 from kvad.config.layers import AttentionConfig, LanguageHeadConfig, LearnedPositionsConfig, MoEConfig, StackConfig
 from kvad.config.model import attention_specs
 from kvad.config.parameter_shapes import num_parameters, weight_shapes
@@ -321,7 +322,7 @@ def test_mermaid_has_every_node(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_json_is_complete(name):
     root = build_model_tree(config_of(name), name)
-    found = json.loads(json.dumps(model_tree.tree_to_json(root)))
+    found = json.loads(json_line(root))
 
     def same(node, data):
         assert (data["title"], data["lines"], data["parameters"]) == (node.title, list(node.lines), node.parameters)

@@ -263,7 +263,7 @@ def _tree(model: Path, form: str, out: Path | None) -> str | None:
         inspection.plot.draw_boxes(trees.tree_to_boxes(root), [out or sys.stdout.buffer])
         return None
     if form == "json":
-        return json_line(trees.tree_to_json(root))
+        return json_line(root)
     return trees.tree_to_mermaid(root) if form == "mermaid" else trees.tree_to_text(root)
 
 
