@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -67,7 +70,7 @@ class GatedRecurrence(nn.Module):
         super().__init__()
         self.spec, self.activation = spec, ACTIVATIONS[spec.activation]
         # Initial decays between 0.9 and 0.999, as in the paper (sec. 2.4).
-        self.decay = nn.Parameter(torch.linspace(0.9, 0.999, spec.width).log().neg().expm1().log())
+        self.decay = _parameter(0.9, 0.999, spec.width, lambda decay: math.log(math.expm1(-math.log(decay))))
         self.gate = ops.linear.Linear(width, spec.width)
         self.input = ops.linear.Linear(width, spec.width)
         self.conv = ChannelConvolution(spec.width, spec.kernel_size, bias=True)
@@ -100,7 +103,7 @@ class GatedDelta(nn.Module):
         self.beta, self.decay = (ops.linear.Linear(width, heads, bias=False) for _ in range(2))
         self.conv = ChannelConvolution(2 * keys + values, spec.kernel_size, bias=False)
         self.decay_bias = nn.Parameter(torch.ones(heads))
-        self.log_rate = nn.Parameter(torch.linspace(1, 16, heads).log())
+        self.log_rate = _parameter(1.0, 16.0, heads, math.log)
         self.norm = Norm(spec.value_dim, cfg.NormConfig(eps=spec.norm_eps))
         self.out = ops.linear.Linear(values, width, bias=False)
 
@@ -124,6 +127,15 @@ class GatedDelta(nn.Module):
         )
         beta = torch.sigmoid(project(self.beta, x, adapters).to(wide))
         return DeltaInputs(q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.num_value_heads, -1)), -rate, beta)
+
+
+def _parameter(first: float, last: float, count: int, function: Callable[[float], float]) -> nn.Parameter:
+    """Build a parameter [count] of a function of evenly spaced numbers.
+
+    Without functions of tensors: on the meta device, where models are built to be loaded, they import for seconds.
+    """
+    step = (last - first) / max(1, count - 1)
+    return nn.Parameter(torch.tensor([function(first + step * index) for index in range(count)]))
 
 
 def _unit(x: Tensor) -> Tensor:

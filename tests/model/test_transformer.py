@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,3 +314,19 @@ def test_bidirectional_order_depends_on_positions_only() -> None:
     for name, encoding in ENCODINGS.items():
         model = bidirectional(**encoding)
         assert float((solo_logits(model, row[order]) - solo_logits(model, row)[order]).abs().max()) > 1e-3, name
+
+
+def test_a_model_is_built_to_be_loaded_without_a_compiler() -> None:
+    """A few functions of tensors on the meta device import torch._dynamo, which takes seconds."""
+    program = """
+import sys, torch
+from kvad.model.transformer import Transformer
+from tests.support.random_models import HEADS, STATES, model_config
+with torch.device("meta"):
+    for heads in (*HEADS, *STATES):
+        Transformer(model_config(heads=heads))
+print("torch._dynamo" in sys.modules)
+"""
+    command, folder = [sys.executable, "-c", program], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "False\n"

@@ -23,7 +23,7 @@ class LlamaCppWorker:
     def load(self, path: str, precision: str, threads: int, needs: dict[str, int]) -> None:
         lib.llama_backend_init()
         params = lib.llama_model_default_params()
-        if precision == "int8" and " amx_int8" in CPU_INFO.read_text():
+        if precision == "int8" and CPU_INFO.exists() and " amx_int8" in CPU_INFO.read_text():
             params.use_extra_bufts = False  # its AMX kernels end with a segmentation fault in q8_0 (0.3.36)
         self.model = lib.llama_model_load_from_file(path.encode(), params)
         if not self.model:
