@@ -55,6 +55,12 @@ BEGIN, CALL, SEP, END, CLOSE = (
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
 V3, V31 = f'{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}', f'{CALL}f{SEP}{{"a": 1}}{END}'
+MINIMAX = '<invoke name="f">\n<parameter name="city">Rome</parameter>\n</invoke>'
+KIMI, KIMI_ARGUMENTS, KIMI_END, SECTION, SECTION_END = (
+    f"<|tool_call{name}|>" for name in ("_begin", "_argument_begin", "_end", "s_section_begin", "s_section_end")
+)
+K2, Q = f'{KIMI}functions.f:0{KIMI_ARGUMENTS}{{"a": 1}}{KIMI_END}', '<|"|>'
+GEMMA, LFM = f"<|tool_call>call:f{{a:{Q}Rome{Q},b:2}}<tool_call|>", ("<|tool_call_start|>", "<|tool_call_end|>")
 TEXTS = {  # format -> texts with their content and names of calls
     "hermes": [
         (f"Hi. <tool_call>{PLAIN}</tool_call>", "Hi.", ["f"]),
@@ -107,6 +113,35 @@ TEXTS = {  # format -> texts with their content and names of calls
         (f"{BEGIN}{V31.replace('1}', '1')}{CLOSE}", f"{BEGIN}{V31.replace('1}', '1')}{CLOSE}", []),
         (f'{BEGIN}{CALL}f{SEP}{{"a": "{END}"}}{END}{CLOSE}', "", ["f"]),
         (f"{BEGIN}{V31.replace('f', 'h')}{CLOSE}", f"{BEGIN}{V31.replace('f', 'h')}{CLOSE}", []),
+    ],
+    "minimax_m2": [
+        (f"Hi <minimax:tool_call>\n{MINIMAX}\n{MINIMAX}\n</minimax:tool_call> ok", "Hi ok", ["f", "f"]),
+        ('<minimax:tool_call><invoke name="g"></invoke></minimax:tool_call>', "", ["g"]),
+        (f"<minimax:tool_call>{MINIMAX.replace('Rome', '</invoke>')}</minimax:tool_call>", "", ["f"]),
+        (f"<minimax:tool_call>{MINIMAX.replace('f', 'h', 1)}</minimax:tool_call>",) * 2 + ([],),
+        ("<minimax:tool_call><invoke name=g></invoke>.</minimax:tool_call>",) * 2 + ([],),
+    ],
+    "kimi_k2": [
+        (f"Hi {SECTION}{K2}\n{K2.replace(':0', ':1')}{SECTION_END} ok", "Hi ok", ["f", "f"]),
+        (f'{SECTION}{KIMI} g:12 {KIMI_ARGUMENTS} {{"a": "{KIMI_END}"}} {KIMI_END}', "", ["g"]),
+        (f"{SECTION}{K2.replace('f:', 'h:')}{SECTION_END}", f"{SECTION}{K2.replace('f:', 'h:')}{SECTION_END}", []),
+        (f"{SECTION}{K2.replace(':0', '')}{SECTION_END}", f"{SECTION}{K2.replace(':0', '')}{SECTION_END}", []),
+    ],
+    "gemma4": [
+        (f"Hi {GEMMA}{GEMMA} ok", "Hi ok", ["f", "f"]),
+        ("<|tool_call>call:g{}<tool_call|>", "", ["g"]),
+        (GEMMA.replace("Rome", '"<tool_call|>\\'), "", ["f"]),
+        (GEMMA.replace("f{", "h{"), GEMMA.replace("f{", "h{"), []),
+        (GEMMA.replace(":2", ":two"), GEMMA.replace(":2", ":two"), []),
+        (f"<|tool_call>call:g{{a:{Q}x}}<tool_call|>", f"<|tool_call>call:g{{a:{Q}x}}<tool_call|>", []),
+    ],
+    "lfm2": [
+        (f"Hi {LFM[0]}[f(a='x', b=2), g()]{LFM[1]} ok", "Hi ok", ["f", "g"]),
+        (f"{LFM[0]}{LIST}{LFM[1]}", "", ["f", "g"]),
+        (f"""{LFM[0]}[f(a="it's", b='{LFM[1]}', c='it's')]{LFM[1]}.""", ".", ["f"]),
+        (f"{LFM[0]}[h(a=1)]{LFM[1]}", f"{LFM[0]}[h(a=1)]{LFM[1]}", []),
+        (f"{LFM[0]}[g(1)]{LFM[1]}", f"{LFM[0]}[g(1)]{LFM[1]}", []),
+        (f"{LFM[0]}[g(a=1, a=2)]{LFM[1]}", f"{LFM[0]}[g(a=1, a=2)]{LFM[1]}", []),
     ],
     "llama3_json": [
         (PLAIN, "", ["f"]),
@@ -194,9 +229,27 @@ def test_types_of_parameters_in_tags_are_those_of_the_schema(schema, text, value
     for name, call in (
         ("qwen3_coder", f"<tool_call>\n<function=f>\n<parameter=k>\n{text}\n</parameter>\n</function>\n</tool_call>"),
         ("glm45", f"<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"),
+        ("minimax_m2", f'<minimax:tool_call><invoke name="f"><parameter name="k">{text}</parameter></invoke>'),
     ):
         (found,) = ToolCallParser(FORMS[name], {"f": function}).finish(call)[1]
         assert json.loads(found.arguments) == {"k": value} and type(json.loads(found.arguments)["k"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("gemma4", f"a:{Q}say \"hi\", b: 1\n{Q}", {"a": 'say "hi", b: 1\n'}),
+        ("gemma4", f"a:[{Q}x{Q},{{b-c:-1.5,{Q}d e{Q}:None}}],f:true",
+            {"a": ["x", {"b-c": -1.5, "d e": None}], "f": True}),
+        ("lfm2", """a='x\\n\\'"\\u00e9\\d', b="l'eau, c=1\n"
+            """, {"a": "x\n'\"é\\d", "b": "l'eau, c=1\n"}),
+        ("lfm2", """a=[True, None, {'b': "c"}], d={"e": false}""", {"a": [True, None, {"b": "c"}], "d": {"e": False}}),
+    ],
+)  # fmt: skip
+def test_values_of_formats_that_are_nearly_json(name, text, arguments):
+    text = f"<|tool_call>call:g{{{text}}}<tool_call|>" if name == "gemma4" else f"{LFM[0]}[g({text})]{LFM[1]}"
+    ((call,),) = (ToolCallParser(FORMS[name], FUNCTIONS).finish(text)[1],)
+    assert json.loads(call.arguments) == arguments
 
 
 @pytest.mark.parametrize(
@@ -211,6 +264,11 @@ def test_types_of_parameters_in_tags_are_those_of_the_schema(schema, text, value
         ("{{ '<|tool_call|>' }}", "granite"),
         (f"{{{{ '{BEGIN}{CALL}' + call.type + '{SEP}' + call.name + '\\n```json\\n' }}}}", "deepseek_v3"),
         (f"{{{{ '{BEGIN}{CALL}' + call.name + '{SEP}' + arguments }}}}", "deepseek_v31"),
+        ("{%- set begin = '<minimax:tool_call>' -%}", "minimax_m2"),
+        (f"{{{{ '{SECTION}{KIMI}' + call.id + '{KIMI_ARGUMENTS}' }}}}", "kimi_k2"),
+        ("{{ '<|tool_call>call:' + call.name }}", "gemma4"),
+        ("{{ '<|tool_call_start|>[' + calls }}", "lfm2"),
+        ("{{ 'List of tools: <|tool_list_start|>[' }}", "lfm2"),
         ('{{ \'{"name": "\' + call.name + \'", "parameters": \' }}', "llama3_json"),
     ],
 )
@@ -232,6 +290,12 @@ def test_ids_of_mistral_have_nine_characters():
     """Its templates refuse others in the next turn."""
     (call,) = ToolCallParser(FORMS["mistral"], FUNCTIONS).finish(f"[TOOL_CALLS][{PLAIN}]")[1]
     assert len(call.id) == 9 and call.id.isalnum()
+
+
+def test_ids_of_kimi_are_those_that_it_writes():
+    """Its template writes the id of a call instead of the function's name."""
+    calls = ToolCallParser(FORMS["kimi_k2"], FUNCTIONS).finish(TEXTS["kimi_k2"][0][0])[1]
+    assert [call.id for call in calls] == ["functions.f:0", "functions.f:1"]
 
 
 # ---------------------------------------------------------------- grammars
@@ -378,12 +442,24 @@ def test_a_required_or_strict_schema_that_tags_cannot_express_is_refused():
             call_grammar(form, [tool], is_required=True, is_parallel=True)
 
 
-def test_strict_calls_of_a_format_that_is_not_read_are_refused():
-    form = find_format("{{ '<|tool_call_start|>' + call.name }}")
-    assert call_grammar(form, [F], is_required=True, is_parallel=True)
-    with pytest.raises(ApiError, match=r"^tools: strict is not supported with this model"):
-        ToolUse([F], form=form).grammar()
-    assert ToolUse([G], form=form).grammar() is None
+def test_values_between_quotes_follow_schemas_that_contain_themselves():
+    """Gemma 4: texts have quotes at every level; a schema that is a part of itself has one rule."""
+    node = {"type": "object", "properties": {"x": {"enum": ["a", ["b"], 1]}, "next": {"$ref": "#/$defs/node"}}}
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    form = FORMS["gemma4"]
+    tokenizer, compiler = compiler_of(form)
+    source = call_grammar(form, [tool], is_required=True, is_parallel=False)
+    compiled = compiler.compile(StructuredOutput("grammar", source), form.all_marks)
+    good = [f"{{n:{{x:[{Q}b{Q}],next:{{next:{{}}}}}}}}", f"{{n:{{x:{Q}a{Q}}}}}", "{n:{x:1}}", "{}"]
+    for text in (*good, f"{{n:{{x:{Q}c{Q}}}}}", "{n:{x:1,}}", "{n:{next:{y:1}}}"):
+        tokens, state = tokenizer.encode(f"<|tool_call>call:f{text}<tool_call|>"), compiled.matcher.deep_copy()
+        assert (state.validate_tokens(tokens) == len(tokens)) == (text in good), text
+        calls = ToolCallParser(form, {"f": {}}).finish(f"<|tool_call>call:f{text}<tool_call|>")[1]
+        assert len(calls) == (",}" not in text)
+    node["properties"]["x"] = {"type": "array", "uniqueItems": True}
+    with pytest.raises(ApiError, match=r"^tools\[0\].function.parameters.*: uniqueItems is not supported"):
+        call_grammar(form, [tool], is_required=True, is_parallel=False)
 
 
 def test_a_grammar_is_used_for_required_and_strict_calls_only():

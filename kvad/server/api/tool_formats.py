@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +22,14 @@ Functions = Mapping[str, Schema]  # name -> JSON schema of the arguments
 
 _TYPES = {"string": str, "boolean": bool, "integer": int, "number": float, "array": list, "object": dict}
 _ALL_TYPES = frozenset((*_TYPES, "null"))
+_SCALARS = frozenset(("boolean", "integer", "number", "null"))
 # Keywords of a schema that permit all texts, and those of a list of parameters that can be written as tags.
 _ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated"))
 _OBJECT_KEYWORDS = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_LIST_KEYWORDS = frozenset(("items", "minItems", "maxItems"))
 _NO_JSON = "is not supported in a strict function whose model writes no JSON. Leave it out, or set strict to false."
 _ANY_KEY = '" /[^<>\\n]{1,64}/ "'  # in place of a name inside a literal
+_ANY_WORD = '" /[A-Za-z_][A-Za-z0-9_]{0,63}/ "'
 TEXT_RULE = r"TEXT: /(.|\n)*/"
 _SPACE = r" |\n[ \t]{0,20}"  # bounded, so that no text is endless space
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # templates of Qwen write values with str()
@@ -76,6 +79,50 @@ def read_named(pattern: re.Pattern[str], text: str, functions: Functions) -> lis
     except ValueError:
         return []
     return [ToolCall(match[1], json.dumps(arguments, ensure_ascii=False))] if isinstance(arguments, dict) else []
+
+
+def read_kimi(text: str, functions: Functions) -> list[ToolCall]:
+    """Return the call of Kimi K2 with the id that the model has written, because its template writes only that."""
+    calls, call_id = (
+        read_named(_KIMI_CALL, text, functions),
+        text.partition(_KIMI[2])[0].rpartition(_KIMI[1])[2].strip(),
+    )
+    return [replace(call, id=call_id) for call in calls]
+
+
+def read_python(text: str, functions: Functions) -> list[ToolCall]:
+    """Return the calls of a list such as ``[f(a="x", b=[1, None])]``, or of JSON (``read_json``)."""
+    return read_json(_PYTHON.sub(_python_to_json, text), functions)
+
+
+def _python_to_json(match: re.Match[str]) -> str:
+    """Return the JSON of a token of Python; a call is an object with name and arguments."""
+    if match["text"]:
+        return json.dumps(_PYTHON_ESCAPE.sub(_unescape, match["text"][1:-1]))
+    if match["constant"]:
+        return json.dumps(_PYTHON_CONSTANTS[match["constant"]])
+    if match["key"]:
+        return f"{json.dumps(match['key'])}: "
+    return "}}" if match[0] == ")" else f'{{"name": {json.dumps(match["call"])}, "arguments": {{'
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match[1]
+    if len(code) > 1:
+        return chr(int(code[1:], 16))
+    return _PYTHON_ESCAPES.get(code, match[0])
+
+
+def read_gemma(text: str, functions: Functions) -> list[ToolCall]:
+    """Return the call in a text such as ``call:f{a:<|"|>x<|"|>,b:[1,null]}``."""
+    *texts, last = text.strip().split(_GEMMA_QUOTE)
+    if len(texts) % 2:
+        return []
+    parts = [
+        json.dumps(part) if index % 2 else _GEMMA_WORD.sub(lambda word: "null" if word[1] else f'"{word[0]}"', part)
+        for index, part in enumerate((*texts, last))
+    ]
+    return read_named(_GEMMA_CALL, "".join(parts), functions)
 
 
 def read_tagged(call: re.Pattern[str], parameter: re.Pattern[str], text: str, functions: Functions) -> list[ToolCall]:
@@ -167,13 +214,22 @@ def _values(schema: Schema) -> list[Any] | None:
 # ---------------------------------------------------------------- formats
 
 
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 class Tags(NamedTuple):
-    """Texts around the value of a parameter, in formats whose arguments are not JSON."""
+    """Texts around the value of a parameter, in formats whose arguments are not JSON.
+
+    A text is a value without quotes, unless ``opens_texts``; values of other types are JSON.
+    """
 
     before: str  # Lark expression before the value, with the field ``key``
     opening: str  # the last part of it that is the same for all keys
     after: str  # text after a value
-    end: str  # the part of it that ends a text
+    end: str  # the part of it that ends a text; "": texts are JSON, too
+    separator: str = ""  # Lark expression between parameters; "": white space
+    opens_texts: bool = False  # ``opening`` and ``end`` are quotes of texts only, and lists and objects have such texts
 
 
 class Thoughts(NamedTuple):
@@ -207,6 +263,7 @@ class ToolFormat:
         close: Mark after the last of several calls that follow one start mark; "": there is none.
         marks: Further marks, which may be special tokens.
         tags: Those of parameters; None: arguments are JSON.
+        quotes: Pattern of the quotes of texts, and of escaped characters; None: parameters are between tags.
         id_length: Length of the ids of calls; 0: that of OpenAI's API.
     """
 
@@ -222,6 +279,7 @@ class ToolFormat:
     close: str = ""
     marks: tuple[str, ...] = ()
     tags: Tags | None = None
+    quotes: re.Pattern[str] | None = re.compile(r'\\.|"', re.DOTALL)
     id_length: int = 0
 
     @property
@@ -234,26 +292,49 @@ class ToolFormat:
         """True if another call may follow an end mark without a start mark."""
         return bool(self.close) or (self.end == self.start != "")
 
-    def is_in_value(self, text: str, in_value: bool) -> bool:
-        """Return True if a part of a call ends inside a value, where a mark has no meaning.
+    def open_value(self, text: str, opening: str) -> str:
+        """Return the text that opens the value in which a part of a call ends; "" if it ends in none.
 
-        ``in_value``: the text before it ends inside a value.
+        In a value a mark has no meaning. ``opening``: the same for the text before this part.
         """
-        if self.tags is None:
-            return (_ESCAPED.sub("", text).count('"') + in_value) % 2 == 1
-        opening, end = text.rfind(self.tags.opening), text.rfind(self.tags.end)
-        return in_value if opening == end else opening > end
+        if self.quotes is None:
+            assert self.tags is not None
+            start, end = text.rfind(self.tags.opening), text.rfind(self.tags.end)
+            return opening if start == end else self.tags.opening if start > end else ""
+        for quote in self.quotes.findall(text):
+            if not quote.startswith("\\") and opening in ("", quote):
+                opening = "" if opening else quote
+        return opening
 
 
 _JSON = (
     r'"{{" ws "\"name\"" ws ":" ws "\"{name}\"" ws "," ws ("\"arguments\"" | "\"parameters\"") ws ":" ws {arguments}'
     r' ws "}}"'
 )
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
 _NAME = r"([A-Za-z0-9_.-]+)"
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 )  # fmt: skip
+_KIMI = (
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)  # fmt: skip
+_KIMI_CALL = re.compile(rf"{re.escape(_KIMI[1])}\s*(?:functions\.)?{_NAME}:\d+\s*{re.escape(_KIMI[2])}(.*)", re.DOTALL)
+# The template of LFM2 escapes nothing, so an apostrophe between letters is no quote.
+_PYTHON_QUOTES = re.compile(r"""\\.|(?<!\w)["']|["'](?!\w)""", re.DOTALL)
+_PYTHON = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\]|(?<=\w)"(?=\w))*"|'(?:\\.|[^'\\]|(?<=\w)'(?=\w))*')"""
+    r"""|(?<![\w.$-])(?P<key>[\w.$-]{1,256})\s*=|\b(?P<call>[\w.-]{1,64})\(|\)"""
+    r"""|\b(?P<constant>True|False|None)\b""",
+    re.DOTALL,
+)
+_PYTHON_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/"}
+_GEMMA_QUOTE = '<|"|>'
+_GEMMA_WORD = re.compile(
+    r"(?<![\w.$-])[\w.$-]{1,256}(?=\s*:)|\b(None)\b"
+)  # a key, or what the template writes for null
+_GEMMA_CALL = re.compile(rf'"call":{_NAME}(\{{.*)', re.DOTALL)
 _FUNCTION = (
     re.compile(rf"<function={_NAME}>(.*)</function>", re.DOTALL),
     re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
@@ -278,12 +359,8 @@ def _functions(name: str, start: str, end: str) -> ToolFormat:
     return ToolFormat(
         name, (start, "<function="), start, end, partial(read_tagged, *_FUNCTION),
         r'"<function={name}>\n" {arguments} "</function>"', closing=f"ws {literal(end)}",
-        tags=Tags(r'"<parameter={key}>\n"', "<parameter=", "\n</parameter>", "</parameter>"),
+        tags=Tags(r'"<parameter={key}>\n"', "<parameter=", "\n</parameter>", "</parameter>"), quotes=None,
     )  # fmt: skip
-
-
-def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 # A template is compared with the formats in this order: a format whose marks are also those of another one is first.
@@ -297,6 +374,7 @@ FORMATS = (
         '"{name}" ws {arguments}', opening="", closing='ws "</tool_call>"',
         marks=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         tags=Tags('"<arg_key>{key}</arg_key>" ws "<arg_value>"', "<arg_value>", "</arg_value>", "</arg_value>"),
+        quotes=None,
     ),
     _functions("qwen3_coder", "<tool_call>", "</tool_call>"),  # and Qwen 3.5
     _functions("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
@@ -319,6 +397,33 @@ FORMATS = (
     ),
     _deepseek("deepseek_v3", ("```json",), "function{sep}{name}\n```json\n", "\n```"),  # and R1
     _deepseek("deepseek_v31", (), "{name}{sep}", ""),
+    ToolFormat(
+        "minimax_m2", ("<minimax:tool_call>",), "<minimax:tool_call>", "</invoke>",
+        partial(
+            read_tagged, re.compile(rf'<invoke name="{_NAME}">(.*)', re.DOTALL),
+            re.compile(r'\s*<parameter name="([^>\n]+)">(.*?)</parameter>\s*', re.DOTALL),
+        ),
+        r'"<invoke name=\"{name}\">\n" {arguments} "</invoke>"', separator="ws", close="</minimax:tool_call>",
+        closing='ws "</minimax:tool_call>"', quotes=None,
+        tags=Tags(r'"<parameter name=\"{key}\">"', "<parameter name=", "</parameter>", "</parameter>"),
+    ),
+    ToolFormat(
+        "kimi_k2", ("<|tool_call_begin|>",), _KIMI[0], _KIMI[3],
+        read_kimi, f'{literal(_KIMI[1] + "functions.{name}:")} /[0-9]{{{{1,4}}}}/ {literal(_KIMI[2])} {{arguments}}'
+        f" {literal(_KIMI[3])}",
+        opening="", separator="ws", closing=literal(_KIMI[4]), close=_KIMI[4], marks=_KIMI[1:3],
+    ),
+    ToolFormat(
+        "gemma4", ("<|tool_call>",), "<|tool_call>", "<tool_call|>", read_gemma,
+        '"call:{name}{{" {arguments} "}}"', opening="", closing='"<tool_call|>"', marks=(_GEMMA_QUOTE,),
+        tags=Tags('"{key}:"', _GEMMA_QUOTE, "", _GEMMA_QUOTE, '","', opens_texts=True),
+        quotes=re.compile(re.escape(_GEMMA_QUOTE)),
+    ),
+    ToolFormat(  # some templates have no mark of a call, but that of a list of tools
+        "lfm2", ("<|tool_", "_start|>"), "<|tool_call_start|>", "<|tool_call_end|>", read_python,
+        '"{name}(" {arguments} ")"', opening='"["', closing='"]<|tool_call_end|>"', separator='"," " "?',
+        tags=Tags('"{key}="', "", "", "", '"," " "?'), quotes=_PYTHON_QUOTES,
+    ),
 )  # fmt: skip
 # Llama 3: the whole answer is an object with name and parameters.
 PLAIN_JSON = ToolFormat("llama3_json", (), "", "", read_json, _JSON, opening="")
@@ -335,15 +440,10 @@ HARMONY = ToolFormat(
 )  # fmt: skip
 HARMONY_RULES = ('START: "<|start|>assistant"', 'body[suffix="<|end|>"]: TEXT')
 
-# Marks of calls that are not read: LFM2, Gemma 4, MiniMax M2, Kimi K2. Required calls are plain JSON.
-UNREAD_MARKS = ("<|tool_call_start|>", "<|tool_call>", "<minimax:tool_call>", "<|tool_call_begin|>")
-UNREAD = replace(PLAIN_JSON, name="unread")
-
 
 def find_format(template: str) -> ToolFormat:
     """Return the format that a chat template writes; plain JSON if it has the marks of none."""
-    other = UNREAD if any(mark in template for mark in UNREAD_MARKS) else PLAIN_JSON
-    return next((each for each in (HARMONY, *FORMATS) if all(sign in template for sign in each.signs)), other)
+    return next((each for each in (HARMONY, *FORMATS) if all(sign in template for sign in each.signs)), PLAIN_JSON)
 
 
 def has_text_arguments(template: str) -> bool:
@@ -375,12 +475,8 @@ def call_grammar(
         thoughts: Text before the answer, in which a start mark has no meaning.
 
     Raises:
-        ApiError: 400 for a strict schema that cannot be enforced, because the format has no JSON or is not read.
+        ApiError: 400 for a strict schema that cannot be enforced, because the format has no JSON.
     """
-    if form is UNREAD and not is_required:
-        raise invalid(
-            "tools", "strict is not supported with this model, whose tool calls are not read. Set it to false."
-        )
     calls, lines = _call_rules(form, tools, name, is_required=is_required)
     several = f"call ({form.separator} call)*" if is_parallel and form.separator else "call"
     group, start = f"{form.opening} {several} {form.closing}", literal(form.start) if form.start else ""
@@ -396,8 +492,10 @@ def call_grammar(
     else:
         answer = "(head group)* FREE" if is_parallel and form.end != form.start and form.end else "FREE | head group ws"
         lines.append(f"head[suffix={start}]: FREE")
-    if form.tags is not None:
+    if form.tags is not None and form.tags.end:
         lines.append(f"text_value[suffix={literal(form.tags.end)}]: TEXT")
+    if form.tags is not None and form.tags.opens_texts:
+        lines.append(_any_value_rule(form.tags))
     return "\n".join(
         (
             f"start: {thoughts.expression} ({answer})", f"group: {group}", f"call: {' | '.join(calls)}", *lines,
@@ -422,13 +520,13 @@ def _call_rules(
         if form.tags is None:
             lines.append(f"{rule}: {json_value({'type': 'object', **schema})}")
         else:
-            lines += _tagged_arguments(rule, form.tags, schema, tool=index if is_strict else None)
+            lines += _Arguments(rule, form.tags, schema, tool=index if is_strict else None).lines
         lines.append(f"call_{index}: {form.call.format(name=function['name'], arguments=rule)}")
     return calls, lines
 
 
-def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -> list[str]:
-    """Return the rules of arguments that are written as tags, in the order of the schema.
+class _Arguments:
+    """Builds the rules of arguments that are not an object of JSON, in the order of the schema.
 
     Args:
         rule: Name of the first rule.
@@ -439,34 +537,121 @@ def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -
     Raises:
         ApiError: 400 for such keywords, and for properties or required names that are none.
     """
-    param = f"tools[{tool}].function.parameters"
-    others, properties, required = set(schema) - _OBJECT_KEYWORDS, _properties(schema), schema.get("required", [])
-    if not isinstance(required, list) or not isinstance(schema.get("properties", {}), dict):
-        raise invalid("tools", "properties of parameters must be an object, and required a list.")
-    if tool is not None and others:
-        raise invalid(param, f"{min(others)} {_NO_JSON}")
-    if others or not properties:
-        is_closed = not others and schema.get("additionalProperties") is False
-        return [f'{rule}: ""' if is_closed else f"{rule}: ({tags.before.format(key=_ANY_KEY)} text_value ws)*"]
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    items, lines = [], []
-    for index, (key, member) in enumerate(properties.items()):
+
+    def __init__(self, rule: str, tags: Tags, schema: Schema, tool: int | None) -> None:
+        self._tags, self._root, self._is_strict = tags, schema, tool is not None
+        self._definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        self._objects = dict[int, str]()  # id of a schema -> its rule, because a schema may contain itself
+        self.lines = list[str]()
+        self._add_object(rule, schema, f"tools[{tool}].function.parameters")
+
+    def _add_object(self, rule: str, schema: Schema, place: str) -> None:
+        """Add the rule of the members of an object, and those that it reads."""
+        self._objects[id(schema)] = rule
+        others, properties, required = set(schema) - _OBJECT_KEYWORDS, _properties(schema), schema.get("required", [])
+        if not isinstance(required, list) or not isinstance(schema.get("properties", {}), dict):
+            raise invalid("tools", "properties of parameters must be an object, and required a list.")
+        if self._is_strict and others:
+            raise invalid(place, f"{min(others)} {_NO_JSON}")
+        separator = self._tags.separator
+        if others or not properties:
+            is_closed = not others and schema.get("additionalProperties") is False
+            self.lines.append(f'{rule}: ""' if is_closed else f"{rule}: {_any_members(self._tags)}")
+            return
+        members = [(f"{rule}_{index}", key in required) for index, key in enumerate(properties)]
+        for (name, _), (key, member) in zip(members, properties.items(), strict=True):
+            value = self._value(name, member, f"{place}.properties.{key}")
+            before = self._tags.before.format(key=literal(key)[1:-1])
+            self.lines.append(f"{name}: {before} {value}" + ("" if separator else " ws"))
+        if not separator:
+            self.lines.append(f"{rule}: " + " ".join(name + ("" if needed else "?") for name, needed in members))
+            return
+        first, rest = "", ""  # expressions of the members from one on: at the beginning, and after another one
+        for name, needed in reversed(members):
+            begins = f"{name} {rest}"
+            first = begins if needed else f"({begins} | {first})" if first else f"({begins})?"
+            self.lines.append(f"{name}_rest: ({separator} {name}){'' if needed else '?'} {rest}")
+            rest = f"{name}_rest"
+        self.lines.append(f"{rule}: {first}")
+
+    def _value(self, rule: str, member: Any, place: str) -> str:
+        """Return the expression of a value."""
+        if not self._tags.end:
+            return json_value({**self._definitions, **(member if isinstance(member, dict) else {})})
+        if self._tags.opens_texts:
+            return self._quoted_value(rule, member, place)
         values, has_text = [], False
-        for leaf in _alternatives(member, schema):
+        for leaf in _alternatives(member, self._root):
             if "string" not in _types(leaf):
-                values.append(json_value({**definitions, **leaf}))
+                values.append(json_value({**self._definitions, **leaf}))
             elif (constants := _values(leaf)) is not None:
                 texts = (value if isinstance(value, str) else json.dumps(value) for value in constants)
                 values += map(literal, texts)
-            elif tool is None or set(leaf) <= _ANNOTATIONS:
-                has_text = True
             else:
-                keyword = min(set(leaf) - _ANNOTATIONS)
-                raise invalid(f"{param}.properties.{key}", f"{keyword} {_NO_JSON}")
-        value = "text_value" if has_text else f"({' | '.join(values)}) {literal(tags.after)}"
-        lines.append(f"{rule}_{index}: {tags.before.format(key=literal(key)[1:-1])} {value} ws")
-        items.append(f"{rule}_{index}" + ("" if key in required else "?"))
-    return [f"{rule}: {' '.join(items)}", *lines]
+                self._check_keywords(leaf, _ANNOTATIONS, place)
+                has_text = True
+        return "text_value" if has_text else f"({' | '.join(values)}) {literal(self._tags.after)}"
+
+    def _quoted_value(self, rule: str, member: Any, place: str) -> str:
+        """Return the expression of a value whose texts have quotes; lists and objects contain such values."""
+        values = list[str]()
+        for number, leaf in enumerate(_alternatives(member, self._root)):
+            types, name = _types(leaf), f"{rule}_{number}"
+            if (constants := _values(leaf)) is not None:
+                values += (literal(_with_quotes(value, self._tags)) for value in constants)
+                continue
+            if scalars := sorted(types & _SCALARS):
+                values.append(json_value({**leaf, "type": scalars}))
+            if types - _SCALARS:
+                self._check_keywords(leaf, _OBJECT_KEYWORDS | _LIST_KEYWORDS, place)
+            if "string" in types:
+                values.append(f"{literal(self._tags.opening)} text_value")
+            if "array" in types:
+                item = self._quoted_value(f"{name}_item", leaf.get("items"), f"{place}.items")
+                values.append(f'"[" {_repeat(item, leaf.get("minItems"), leaf.get("maxItems"))} "]"')
+            if "object" in types:
+                if id(leaf) not in self._objects:
+                    self._add_object(f"{name}_object", leaf, place)
+                values.append(f'"{{" {self._objects[id(leaf)]} "}}"')
+        return f"({' | '.join(values)})" if values else "any_value"
+
+    def _check_keywords(self, leaf: Schema, known: Collection[str], place: str) -> None:
+        if self._is_strict and (others := set(leaf).difference(known)):
+            raise invalid(place, f"{min(others)} {_NO_JSON}")
+
+
+def _repeat(item: str, at_least: Any, at_most: Any) -> str:
+    """Return the expression of a list with commas; limits that are no positive integers have no effect."""
+    least = at_least if isinstance(at_least, int) and at_least > 0 else 0
+    most = at_most if isinstance(at_most, int) and at_most > 0 else None
+    items = f'{item} ("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+    return items if least else f"({items})?"
+
+
+def _any_members(tags: Tags) -> str:
+    """Return the expression of any arguments."""
+    if not tags.separator:
+        return f"({tags.before.format(key=_ANY_KEY)} text_value ws)*"
+    member = f"{tags.before.format(key=_ANY_WORD)} {'any_value' if tags.opens_texts else json_value({})}"
+    return f"({member} ({tags.separator} {member})*)?"
+
+
+def _any_value_rule(tags: Tags) -> str:
+    """Return the rule of any value whose texts have quotes."""
+    scalars = json_value({"type": sorted(_SCALARS)})
+    values = f'"[" (any_value ("," any_value)*)? "]" | "{{" {_any_members(tags)} "}}"'
+    return f"any_value: {literal(tags.opening)} text_value | {scalars} | {values}"
+
+
+def _with_quotes(value: Any, tags: Tags) -> str:
+    """Return the text of a value whose texts have quotes."""
+    if isinstance(value, str):
+        return f"{tags.opening}{value}{tags.end}"
+    if isinstance(value, list):
+        return f"[{','.join(_with_quotes(item, tags) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_with_quotes(item, tags)}' for key, item in value.items())}}}"
+    return json.dumps(value)
 
 
 def json_value(schema: Schema) -> str:

@@ -48,7 +48,7 @@ class ToolCallParser:
         self._marks = re.compile("|".join(marks)) if marks else None  # that end a call
         # Positions in the pending text: of the search, and after the last mark in a value.
         self._next = self._checked = 0
-        self._in_value = False  # the call so far ends inside a value
+        self._opening_of_value = ""  # of the value in which the call so far ends
         self._inside = False
         self._has_content = False
         self.num_calls = 0
@@ -92,9 +92,10 @@ class ToolCallParser:
     def _find_end(self) -> re.Match[str] | None:
         """Return the first mark in the text that ends a call; no text is searched twice."""
         while self._marks is not None and (match := self._marks.search(self._pending, self._next)):
-            self._in_value = self._form.is_in_value(self._pending[self._checked : match.start()], self._in_value)
+            part = self._pending[self._checked : match.start()]
+            self._opening_of_value = self._form.open_value(part, self._opening_of_value)
             self._next = self._checked = match.end()
-            if not self._in_value:
+            if not self._opening_of_value:
                 self._next = self._checked = 0
                 return match
         self._next = max(self._next, len(self._pending) - max(len(self._form.end), len(self._form.close)))
