@@ -42,6 +42,14 @@ TEXTS = [
     ("reasoning", f"x</think>I call. {CALLS}", "x", "I call.", ["f"]),
     ("reasoning", CALLS, CALLS, "", []),
 ]
+GRANITE_TEXTS = [
+    ("start", "<think>a</think>\n<response>\nIt is 5.</response>\n", "a", "It is 5.", []),
+    ("start", "<think>a</think><response>b </response> </resp", "a", "b </response> </resp", []),
+    ("start", "<think>a</think> <response>b</response></response>", "a", "b</response>", []),
+    ("start", "<think>a</think> <resp", "a", "<resp", []),
+    ("start", "<think>a</think> b</response>", "a", "b</response>", []),
+    ("start", "<response>b</response>", "", "<response>b</response>", []),
+]
 HARMONY_TEXTS = [
     ("start", f"{A}Let me see.{NEXT}{FINAL}It is 5.<|return|>", "Let me see.", "It is 5.", []),
     ("start", f"{A}a{NEXT}{A}b{NEXT}{C}I look.{NEXT}{F_CALL}<|call|>", "a\n\nb", "I look.", ["f"]),
@@ -59,13 +67,13 @@ HARMONY_TEXTS = [
 ]
 
 
-def check_splits(form, state, text, expected):
+def check_splits(form, state, text, expected, **options):
     """Check that the text in one piece, in single characters, and in pieces of two has the same parts."""
     pairs = [[text[:at], text[at:]] for at in range(1, len(text))]
     threes = [[text[:a], text[a:b], text[b:]] for a, b in itertools.combinations(range(1, len(text)), 2)][::97]
     for pieces in ([text], list(text), *pairs, *threes):
         calls = ToolCallParser(HARMONY if form is HARMONY_CHANNELS else FORMS["hermes"], {"f": {}})
-        parser = AnswerParser.of(form, state, calls)
+        parser = AnswerParser.of(form, state, calls, **options)
         parts = [*map(parser.push, pieces), parser.push("", is_last=True)]
         reasoning, content = ("".join(part[kind] for part in parts) for kind in (0, 1))
         names = [call.name for part in parts for call in part.calls]
@@ -79,6 +87,23 @@ def test_thoughts_are_the_same_whatever_the_split(form):
         text, *parts = (part.replace("<think>", form.start).replace("</think>", form.end) for part in texts)
         if form is THINKING or "thin" not in texts[0].replace("think>", ""):
             check_splits(form, state, text, (*parts, names))
+
+
+def test_marks_around_an_answer_of_granite_are_no_content():
+    (form,) = (each for each in FORMATS if each.answer[0])
+    for state, text, *parts in GRANITE_TEXTS:
+        check_splits(form, state, text, tuple(parts))
+
+
+def test_calls_in_thoughts_that_are_content_have_no_meaning():
+    """``reasoning_format`` "none": the text is unchanged, and calls after the thoughts are read, also in plain JSON."""
+    for state, thoughts in (("start", f"\n<think> as {CALLS} </think>"), ("reasoning", f"so {CALLS}\n</think>")):
+        check_splits(THINKING, state, f"{thoughts}{CALLS}", ("", thoughts, ["f"]), separates=False)
+        check_splits(THINKING, state, f"{thoughts}\n 5 ", ("", f"{thoughts}\n 5 ", []), separates=False)
+        check_splits(THINKING, state, thoughts[:-8], ("", thoughts[:-8], []), separates=False)
+    parser = AnswerParser.of(THINKING, "start", ToolCallParser(PLAIN_JSON, {"f": {}}), separates=False)
+    (call,) = parser.push(f"<think>so</think>\n\n{PLAIN}", is_last=True).calls
+    assert call.name == "f"
 
 
 def test_messages_of_harmony_are_the_same_whatever_the_split():
@@ -102,6 +127,8 @@ def test_thoughts_and_content_are_passed_on_at_once():
         ("{{ '[THINK]' + part.thinking + '[/THINK]' }}", "[THINK]"),
         ("{{ '<|START_THINKING|>' }}<think>", "<|START_THINKING|>"),
         ("{{ '<|start|>' + role + '<|channel|>analysis<|message|>' }}", HARMONY_CHANNELS.start),
+        ("{{ '<|channel>thought\\n<channel|>' }}", "<|channel>thought"),
+        ("{% if '<|channel>' in part %}", "<|channel>thought"),
         ("{{ content.split('</think>')[-1] }}", None),
     ],
 )
@@ -117,6 +144,7 @@ def test_the_state_follows_from_the_prompt():
         ("<|user|>What is <think>?<|end|>\n<|assistant|>\n", None, "start"),
         ("<|assistant|><think>\n", None, "reasoning"),
         ("<|assistant|>\n<think>\n\n</think>\n\n", None, "content"), ("</think> 5", "5", "content"),
+        ("a <think>b", "a <think>b", "content"),
         ("<think>\nso", "<think>\nso", "reasoning"), ("so</think>5", "<think>so</think>5", "content"),
         ("<|assistant|><think>", "", "reasoning"),
     ]  # fmt: skip
@@ -139,6 +167,12 @@ def check_grammar(source, form, marks, good, bad):
         assert (num_valid == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()) == (text in good), (
             text
         )
+
+
+def test_templates_of_granite_have_marks_of_an_answer():
+    """The tool results of MiniMax M2 are in the same mark."""
+    assert find_reasoning("Write between <think></think> and <response></response>").answer[0] == "<response>"
+    assert find_reasoning("{{ '<think>' }}{{ '<response>' + tool + '</response>' }}") is THINKING
 
 
 @pytest.mark.parametrize(("state", "thoughts"), [("start", "<think>{ [ \n</think>\n\n"), ("reasoning", "{ \n</think>")])

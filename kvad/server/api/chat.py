@@ -130,10 +130,13 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     submission = context.llm.builder.generation(None, settings)(tokens)
     session = generation.session_of(body, key, body.n)
     group = RequestGroup(context, [submission], session=session, request_id=body.request_id)
-    if body.reasoning_format == "none":
-        thinking = None
-    group.num_reasoning_tokens = None if thinking is None else 0
-    return group, [AnswerParser.of(thinking, state, None if use is None else use.parser()) for _ in range(body.n)]
+    separates = body.reasoning_format != "none"
+    group.num_reasoning_tokens = 0 if separates and thinking is not None else None
+    parsers = [
+        AnswerParser.of(thinking, state, None if use is None else use.parser(), separates=separates)
+        for _ in range(body.n)
+    ]
+    return group, parsers
 
 
 def _state(context: ApiContext, thinking: ReasoningFormat | None, prompt: Sequence[int], final: str | None) -> State:

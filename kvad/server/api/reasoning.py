@@ -26,15 +26,26 @@ _OPENINGS = ("<|start|>", "<|channel|>", _MESSAGE, "to=")  # of the header of a 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Marks before and after thoughts."""
+    """Marks before and after thoughts.
+
+    Attributes:
+        start: Mark before thoughts.
+        end: Mark after them.
+        sign: Text of the chat template; "": the start mark.
+        special: Special token with which the start mark begins; "": the mark is a token itself, or text.
+        answer: Marks around the answer after thoughts, which are no content; "": there are none.
+    """
 
     start: str
     end: str
+    sign: str = ""
+    special: str = ""
+    answer: tuple[str, str] = ("", "")
 
     @property
     def all_marks(self) -> tuple[str, ...]:
         """All marks, which are special tokens in many models."""
-        return HARMONY.all_marks if self is HARMONY_CHANNELS else (self.start, self.end)
+        return HARMONY.all_marks if self is HARMONY_CHANNELS else (self.special or self.start, self.end)
 
     def state_after(self, prompt: str, final: str | None) -> State:
         """Return the state in which an answer begins.
@@ -45,7 +56,8 @@ class ReasoningFormat:
         """
         if final:
             _, mark, thoughts = final.partition(self.start)
-            return "reasoning" if mark and self.end not in thoughts else "content"
+            begins = mark and final.lstrip().startswith(self.start)
+            return "reasoning" if begins and self.end not in thoughts else "content"
         if self is HARMONY_CHANNELS:
             return "start"
         prompt = prompt.rstrip()
@@ -65,6 +77,10 @@ class ReasoningFormat:
 
 HARMONY_CHANNELS = ReasoningFormat(_ANALYSIS, "<|end|>")
 FORMATS = (
+    ReasoningFormat("<|channel>thought", "<channel|>", sign="<|channel>", special="<|channel>"),  # Gemma 4
+    ReasoningFormat(
+        "<think>", "</think>", "<response></response>", answer=("<response>", "</response>")
+    ),  # Granite 3.3
     ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
     ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
@@ -76,7 +92,7 @@ def find_reasoning(template: str) -> ReasoningFormat | None:
     """Return the marks of the thoughts of a chat template's model; None if it has none."""
     if all(sign in template for sign in HARMONY.signs):
         return HARMONY_CHANNELS
-    return next((each for each in FORMATS if each.start in template), None)
+    return next((each for each in FORMATS if (each.sign or each.start) in template), None)
 
 
 class Parts(NamedTuple):
@@ -94,20 +110,28 @@ class AnswerParser:
         form: Marks of thoughts; None: there are none.
         state: State in which the text begins.
         calls: Parser of the content; None: it has no calls.
+        separates: False: thoughts are content, with all marks; a mark of a call inside them has no meaning.
     """
 
-    def __init__(self, form: ReasoningFormat | None, state: State, calls: ToolCallParser | None) -> None:
-        self._form, self._calls = form, calls
+    def __init__(
+        self, form: ReasoningFormat | None, state: State, calls: ToolCallParser | None, *, separates: bool = True
+    ) -> None:
+        self._form, self._calls, self._separates = form, calls, separates
         # A model may write the start mark although the prompt ends with it.
         self._state: State = "content" if form is None or state == "content" else "start"
         self._default: State = "reasoning" if state == "reasoning" else "content"  # of a text without a start mark
         self._pending = ""
         self._skips_space = False  # white space before the next text is dropped
+        self._answer: Literal["", "before", "inside"] = ""  # position of the content in the marks around an answer
         self.num_reasoning_tokens = 0
 
     @staticmethod
-    def of(form: ReasoningFormat | None, state: State, calls: ToolCallParser | None) -> AnswerParser:
-        return (HarmonyParser if form is HARMONY_CHANNELS else AnswerParser)(form, state, calls)
+    def of(
+        form: ReasoningFormat | None, state: State, calls: ToolCallParser | None, *, separates: bool = True
+    ) -> AnswerParser:
+        if form is HARMONY_CHANNELS:
+            return HarmonyParser(form, state, calls) if separates else AnswerParser(None, "content", calls)
+        return AnswerParser(form, state, calls, separates=separates)
 
     @property
     def num_calls(self) -> int:
@@ -133,16 +157,47 @@ class AnswerParser:
     def push(self, text: str, *, is_last: bool = False) -> Parts:
         """Add text; return what is new. After the last text, incomplete marks are text."""
         self._pending += text
+        all_text, before = self._pending, ""
         reasoning = "" if self._form is None else self._take_reasoning(self._form, is_last)
+        if not self._separates:
+            before, reasoning = all_text[: len(all_text) - len(self._pending)], ""
+            self._skips_space, self._answer = False, ""
         if self._state != "content":
-            return Parts(reasoning, "", [])
+            return Parts(reasoning, before, [])
         content, self._pending = self._pending, ""
         if self._skips_space:
             content = content.lstrip()
             self._skips_space = not content
+        if self._answer and self._form is not None:
+            content = self._unwrap(content, self._form.answer, is_last)
         if self._calls is None:
-            return Parts(reasoning, content, [])
-        return Parts(reasoning, *(self._calls.finish(content) if is_last else self._calls.push(content)))
+            return Parts(reasoning, before + content, [])
+        content, calls = self._calls.finish(content) if is_last else self._calls.push(content)
+        return Parts(reasoning, before + content, calls)
+
+    def _unwrap(self, text: str, marks: tuple[str, str], is_last: bool) -> str:
+        """Return content without the mark at its beginning and the one at its end; text that may be one is kept."""
+        start, end = marks
+        if self._answer == "before":
+            if len(text) < len(start) and start.startswith(text) and not is_last:
+                self._pending = text
+                return ""
+            self._answer = "inside" if text.startswith(start) else ""
+            text = text.removeprefix(start)
+            self._skips_space = bool(self._answer)
+            text = text.lstrip() if self._answer else text
+            self._skips_space = self._skips_space and not text
+        if not self._answer:
+            return text
+        before, mark, after = text.rpartition(end)
+        if mark and not after.strip():
+            kept = mark + after
+        else:
+            before, kept = "", split_at(text[-len(end) + 1 :], (end,))[2]
+        if is_last:
+            return before if mark and not after.strip() else text
+        self._pending = kept
+        return text[: len(text) - len(kept)]
 
     def _take_reasoning(self, form: ReasoningFormat, is_last: bool) -> str:
         """Return the thoughts in the pending text, without the white space around them."""
@@ -161,7 +216,7 @@ class AnswerParser:
             text, rest = text + rest, ""
         reasoning = text.rstrip()
         if mark:
-            self._state, self._pending = "content", rest
+            self._state, self._pending, self._answer = "content", rest, "before" if form.answer[0] else ""
         else:
             self._pending = "" if is_last else text[len(reasoning) :] + rest
         if self._skips_space:
