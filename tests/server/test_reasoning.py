@@ -9,7 +9,7 @@ import pytest
 from kvad.engine import StreamChunk
 from kvad.engine.scheduling import StructuredOutput
 from kvad.server.api import responses
-from kvad.server.api.chat import _harmony_message
+from kvad.server.api.chat import _harmony_message, check_messages
 from kvad.server.api.reasoning import FORMATS, HARMONY_CHANNELS, AnswerParser, find_reasoning
 from kvad.server.api.schema import ResponsesBody
 from kvad.server.api.structured import _after
@@ -135,6 +135,7 @@ def test_thoughts_and_content_are_passed_on_at_once():
 def test_marks_of_thoughts_follow_from_the_template(template, start):
     form = find_reasoning(template)
     assert (form and form.start) == start
+    assert start != "<|channel>thought" or form.all_marks == ("<|channel>", "<channel|>"), "its special tokens"
     assert (find_format(template) is HARMONY) == (form is HARMONY_CHANNELS)
 
 
@@ -304,20 +305,84 @@ def test_reasoning_of_responses(thinker):
     assert error["param"] == "input[2]", "the message has another index, because thoughts are none"
 
 
-def test_items_of_a_response_are_in_the_order_of_the_text():
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_items_of_a_response_are_in_the_order_of_the_text(is_stream):
     text = f"{A}a{NEXT}{C}I look.{NEXT}{A}b{NEXT}{F_CALL}<|call|>"
     calls = ToolCallParser(HARMONY, {"f": {}})
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {}}
     group = SimpleNamespace(num_reasoning_tokens=0, model_name="m", usage=lambda: usage)
     answer = responses._Answer(None, ResponsesBody(input="x"), group, AnswerParser.of(HARMONY_CHANNELS, "start", calls))
-    events = b"".join(answer.add([StreamChunk(0, 0, 5, text=character)], is_last=False) for character in text)
-    events += answer.add([], is_last=True) + answer._end("stop")
+    chunks = [StreamChunk(0, 0, 5, text=character) for character in text]
+    groups = [*([chunk] for chunk in chunks), []] if is_stream else [chunks]
+    events = b"".join(answer.add(group, is_last=group is groups[-1]) for group in groups) + answer._end("stop")
     assert items_of(parse_events(events.decode())) == [
         ("reasoning", "completed", "a"), ("message", "completed", "I look."), ("reasoning", "completed", "b"),
         ("function_call", "completed", "f"),
     ]  # fmt: skip
 
 
+def test_calls_of_a_response_are_one_message_of_the_conversation():
+    """As in the chat API; thoughts without a message, of a truncated answer, belong to no later one."""
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    thoughts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}]}
+    output, text = (
+        {"type": "function_call_output", "call_id": "1", "output": "5"},
+        {"role": "assistant", "content": "x"},
+    )
+    items = [
+        *USER,
+        thoughts,
+        text,
+        call,
+        {**call, "name": "g"},
+        output,
+        output,
+        thoughts,
+        call,
+        output,
+        thoughts,
+        *USER,
+        text,
+    ]
+    body = ResponsesBody(input=items, instructions="be brief")
+    messages = responses._to_chat(body).messages
+    assert [message["role"] for message in messages] == [
+        "system", "user", "assistant", "tool", "tool", "assistant", "tool", "user", "assistant",
+    ]  # fmt: skip
+    assert [[each["function"]["name"] for each in message.get("tool_calls", ())] for message in messages[2::3]] == [
+        ["f", "g"], ["f"], [],
+    ]  # fmt: skip
+    assert [message.get("reasoning_content") for message in messages[2::3]] == ["so", "so", None]
+    names = body.field_names()
+    assert (names["messages[2].tool_calls[1].function"], names["messages[5]"]) == ("input[4]", "input[8]")
+
+
+def test_tokens_of_messages_are_those_of_a_chat(thinker):
+    for fields in ({}, {"chat_template_kwargs": {"thinks": True}}, {"reasoning_effort": "high"}):
+        body = {"messages": [*USER, {"role": "assistant", "content": "x", "reasoning": "so"}], **fields}
+        count = thinker.post("/tokenize", **body).json()["count"]
+        assert count == thinker.post(CHAT, **body, max_tokens=1).json()["usage"]["prompt_tokens"]
+        assert count - thinker.post("/tokenize", messages=body["messages"]).json()["count"] == 2 * bool(fields)
+    for name, value in (("chat_template_kwargs", {"thinks": True}), ("reasoning_effort", "high")):
+        reply = thinker.post("/tokenize", prompt="x", **{name: value})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+
+
+def test_no_tools_are_none_for_the_template(thinker):
+    sizes = [
+        thinker.post(CHAT, messages=USER, max_tokens=1, **fields).json()["usage"] for fields in ({}, {"tools": []})
+    ]
+    assert sizes[0]["prompt_tokens"] == sizes[1]["prompt_tokens"]
+
+
+def test_a_call_of_the_conversation_without_arguments_has_an_empty_object():
+    for text in ("", " "):
+        call = {"type": "function", "function": {"name": "f", "arguments": text}}
+        (message,) = check_messages([{"role": "assistant", "tool_calls": [call]}], 1)
+        assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -328,13 +393,15 @@ def test_items_of_a_response_are_in_the_order_of_the_text():
         ({"reasoning_format": "other"}, "reasoning_format"),
     ],
 )
-def test_variables_that_are_refused(thinker, fields, param):
-    reply = thinker.post(CHAT, messages=USER, max_tokens=1, **fields)
+def test_variables_that_are_refused(thinker, path, fields, param):
+    reply = thinker.post(path, messages=USER, **fields)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
 def test_an_effort_that_the_template_does_not_read_is_refused(server):
     reply = server.post(CHAT, messages=USER, max_tokens=1, reasoning_effort="low")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning_effort")
+    reply = server.post("/tokenize", messages=USER, reasoning_effort="low")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning_effort")
     reply = server.post("/v1/responses", input="x", reasoning={"effort": "low"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning.effort")

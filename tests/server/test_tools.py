@@ -445,15 +445,21 @@ def test_a_required_or_strict_schema_that_tags_cannot_express_is_refused():
 def test_values_between_quotes_follow_schemas_that_contain_themselves():
     """Gemma 4: texts have quotes at every level; a schema that is a part of itself has one rule."""
     node = {"type": "object", "properties": {"x": {"enum": ["a", ["b"], 1]}, "next": {"$ref": "#/$defs/node"}}}
-    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    tree = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "integer"}]}, "maxItems": 2}
+    members = {"n": {"$ref": "#/$defs/node"}, "t": {"$ref": "#/$defs/tree"}, "any": {}}
+    schema = {"type": "object", "properties": members, "$defs": {"node": node, "tree": tree}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     form = FORMS["gemma4"]
     tokenizer, compiler = compiler_of(form)
     source = call_grammar(form, [tool], is_required=True, is_parallel=False)
     compiled = compiler.compile(StructuredOutput("grammar", source), form.all_marks)
-    good = [f"{{n:{{x:[{Q}b{Q}],next:{{next:{{}}}}}}}}", f"{{n:{{x:{Q}a{Q}}}}}", "{n:{x:1}}", "{}"]
-    for text in (*good, f"{{n:{{x:{Q}c{Q}}}}}", "{n:{x:1,}}", "{n:{next:{y:1}}}"):
-        tokens, state = tokenizer.encode(f"<|tool_call>call:f{text}<tool_call|>"), compiled.matcher.deep_copy()
+    good = [
+        f"{{n:{{x:[{Q}b{Q}],next:{{next:{{}}}}}}}}", f"{{n:{{x:{Q}a{Q}}}}}", "{n:{x:1},t:[[1,[]],2]}", "{}",
+        f"{{any:[{{a:{Q}x{Q},b:[null]}}]}}",
+    ]  # fmt: skip
+    for text in (*good, f"{{n:{{x:{Q}c{Q}}}}}", "{n:{x:1,}}", "{n:{next:{y:1}}}", "{t:[1,2,3]}", "{t:[true]}"):
+        tokens = tokenizer.encode(f"<|tool_call>call:f{text}<tool_call|>", specials=True)
+        state = compiled.matcher.deep_copy()
         assert (state.validate_tokens(tokens) == len(tokens)) == (text in good), text
         calls = ToolCallParser(form, {"f": {}}).finish(f"<|tool_call>call:f{text}<tool_call|>")[1]
         assert len(calls) == (",}" not in text)

@@ -94,34 +94,12 @@ async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) 
 async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[RequestGroup, list[AnswerParser]]:
     """Submit a conversation and return its requests and the parser of each sample."""
     limits, adapter = context.config.limits, context.check_model(body.model)
-    size = generation.check_chars(context, "messages", [body.messages, body.tools])
     use = ToolUse.of(body.tools, body.tool_choice, limits.max_tools)
-    shown_tools = body.tools if body.tool_choice != "none" else None
-    with naming("messages"):
-        template = context.llm.chat_templates.find(adapter)
-        source = "" if template is None else template.templates[template.choose(tools=shown_tools is not None)]
-    messages = check_messages(
-        body.messages, limits.max_messages, parses_arguments=not tool_formats.has_text_arguments(source)
-    )
-    variables = _template_variables(context, body, source, () if template is None else template.specials)
     settings = _settings(context, body)
     settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     context.llm.builder.generation(None, settings)  # raises before the template is rendered
+    tokens, source, final = await render(context, body, adapter)
     thinking = reasoning.find_reasoning(source)
-    if thinking is HARMONY_CHANNELS:
-        messages = list(map(_harmony_message, messages))
-    with naming("messages"):
-        tokens = await context.threads.run(
-            size,
-            context.llm.render_chat,
-            messages,
-            tools=shown_tools,
-            continue_final=body.continue_final_message,
-            generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            variables=variables,
-            adapter=adapter,
-        )
-    final = messages[-1]["content"] if body.continue_final_message else None
     state = _state(context, thinking, tokens, final)
     if use is not None:
         is_parallel = body.parallel_tool_calls is not False
@@ -137,6 +115,40 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
         for _ in range(body.n)
     ]
     return group, parsers
+
+
+async def render(context: ApiContext, body: ChatBody, adapter: str) -> tuple[list[int], str, str | None]:
+    """Render a conversation.
+
+    Returns:
+        Its token ids, the source of its template, and the text of the message that an answer continues, if it does.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    size = generation.check_chars(context, "messages", [body.messages, body.tools])
+    shown_tools = (body.tools or None) if body.tool_choice != "none" else None
+    with naming("messages"):
+        template = context.llm.chat_templates.find(adapter)
+        source = "" if template is None else template.templates[template.choose(tools=shown_tools is not None)]
+    messages = check_messages(
+        body.messages, context.config.limits.max_messages, parses_arguments=not tool_formats.has_text_arguments(source)
+    )
+    variables = _template_variables(context, body, source, () if template is None else template.specials)
+    if reasoning.find_reasoning(source) is HARMONY_CHANNELS:
+        messages = list(map(_harmony_message, messages))
+    with naming("messages"):
+        tokens = await context.threads.run(
+            size,
+            context.llm.render_chat,
+            messages,
+            tools=shown_tools,
+            continue_final=body.continue_final_message,
+            generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            variables=variables,
+            adapter=adapter,
+        )
+    return tokens, source, messages[-1]["content"] if body.continue_final_message else None
 
 
 def _state(context: ApiContext, thinking: ReasoningFormat | None, prompt: Sequence[int], final: str | None) -> State:
@@ -249,7 +261,7 @@ def _with_parsed_arguments(call: Any, place: str) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"].strip() or "{}")}}
     except ValueError:
         return call
     except RecursionError:

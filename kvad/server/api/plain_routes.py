@@ -7,10 +7,10 @@ from array import array
 from typing import Any
 
 from kvad.server.api import generation, text_threads
-from kvad.server.api.chat import check_messages
+from kvad.server.api.chat import render
 from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, PromptInput, RequestGroup
-from kvad.server.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody, TranslateBody
+from kvad.server.api.schema import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody, TranslateBody
 
 
 def list_models(context: ApiContext) -> dict[str, Any]:
@@ -79,10 +79,13 @@ async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[st
         if body.add_special_tokens:
             raise invalid("add_special_tokens", "cannot be combined with messages: the template has special tokens")
         size = generation.check_chars(context, "messages", body.messages)
-        messages = check_messages(body.messages, limits.max_messages)
-        with naming("messages"):
-            tokens = await context.threads.run(size, llm.render_chat, messages, adapter=adapter)
+        names = ("messages", "chat_template_kwargs", "reasoning_effort")
+        chat = ChatBody(**{name: getattr(body, name) for name in names})
+        tokens, _, _ = await render(context, chat, adapter)
     else:
+        for name in ("chat_template_kwargs", "reasoning_effort"):
+            if getattr(body, name) is not None:
+                raise invalid(name, "requires messages")
         assert body.prompt is not None
         size = len(body.prompt)
         generation.check_limit("prompt", size, limits.max_prompt_chars, "characters")

@@ -7,7 +7,7 @@ start mark counts only at the beginning of an answer. Thoughts without an end ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -103,6 +103,11 @@ class Parts(NamedTuple):
     calls: list[ToolCall]
 
 
+def _join(parts: Sequence[Parts]) -> Parts:
+    reasoning, content = "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+    return Parts(reasoning, content, [call for part in parts for call in part.calls])
+
+
 class AnswerParser:
     """Separates the text of one sample into reasoning, content and calls, as it arrives.
 
@@ -144,15 +149,26 @@ class AnswerParser:
 
     def read(self, chunks: Iterable[StreamChunk], *, is_last: bool) -> Parts:
         """Add the next chunks, count the tokens of thoughts, and return what is new."""
-        parts = []
+        return _join(self.read_in_order(chunks, is_last=is_last))
+
+    def read_in_order(self, chunks: Iterable[StreamChunk], *, is_last: bool) -> list[Parts]:
+        """Do the same as ``read``; in each of the results thoughts precede content, and content precedes calls."""
+        groups, last_kind = [list[Parts]()], 0  # kind: 0 thoughts, 1 content, 2 calls
+        for part in self._read_each(chunks, is_last):
+            kinds = [kind for kind, value in enumerate(part) if value]
+            if kinds and kinds[0] < last_kind:
+                groups.append([])
+            last_kind = kinds[-1] if kinds else last_kind
+            groups[-1].append(part)
+        return list(map(_join, groups))
+
+    def _read_each(self, chunks: Iterable[StreamChunk], is_last: bool) -> Iterator[Parts]:
         for chunk in chunks:
             was_in_reasoning = self.in_reasoning
-            parts.append(self.push(chunk.text))
+            yield self.push(chunk.text)
             self.num_reasoning_tokens += chunk.token_id is not None and (was_in_reasoning or self.in_reasoning)
         if is_last:
-            parts.append(self.push("", is_last=True))
-        reasoning, content = "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
-        return Parts(reasoning, content, [call for part in parts for call in part.calls])
+            yield self.push("", is_last=True)
 
     def push(self, text: str, *, is_last: bool = False) -> Parts:
         """Add text; return what is new. After the last text, incomplete marks are text."""

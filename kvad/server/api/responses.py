@@ -46,15 +46,18 @@ def _to_chat(body: ResponsesBody) -> ChatBody:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        thoughts = ""
+        thoughts, firsts = "", {items[0] for items in body.message_items()}
         for index, item in enumerate(body.input):
             message = _to_message(item, index)
             if item.get("type") == "reasoning":
                 thoughts += message["reasoning_content"]
-                continue
-            if thoughts and message["role"] == "assistant":  # the thoughts before it
-                message, thoughts = {**message, "reasoning_content": thoughts}, ""
-            messages.append(message)
+            elif index not in firsts:
+                calls = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+                messages[-1] = {**messages[-1], "tool_calls": calls}
+            else:
+                is_theirs = thoughts and message["role"] == "assistant"  # those of a truncated answer have no message
+                messages.append({**message, "reasoning_content": thoughts} if is_theirs else message)
+                thoughts = ""
     fields: dict[str, Any] = {
         "model": body.model, "messages": messages, "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature, "top_p": body.top_p, "tools": _to_tools(body.tools),
@@ -133,20 +136,24 @@ class _Answer:
 
     def add(self, chunks: Sequence[StreamChunk], *, is_last: bool) -> bytes:
         """Add generated text; return the events of its thoughts, its content and its calls."""
-        reasoning, content, calls = self._parser.read(chunks, is_last=is_last)
+        parts, events = self._parser.read_in_order(chunks, is_last=is_last), list[bytes]()
         if self._group.num_reasoning_tokens is not None:
             self._group.num_reasoning_tokens = self._parser.num_reasoning_tokens
-        if "reasoning" not in self._open:
-            reasoning = reasoning.lstrip("\n")  # an empty line between the thoughts of two messages
-        events = [self._write("reasoning", reasoning)] if reasoning else []
-        self._space += content
-        is_empty = is_last and not self._items and not calls
-        if self._space.strip() or ("message" in self._open and self._space) or is_empty:
-            events += [self._close("reasoning", "completed"), self._write("message", self._space)]
-            self._space = ""
-        if calls:
-            events.append(self._close("reasoning", "completed"))
-        return b"".join((*events, *map(self._call_events, calls)))
+        for reasoning, content, calls in parts:
+            if "reasoning" not in self._open:
+                reasoning = reasoning.lstrip("\n")  # an empty line between the thoughts of two messages
+            if reasoning:
+                events.append(self._write("reasoning", reasoning))
+            self._space += content
+            if self._space.strip() or ("message" in self._open and self._space):
+                events += [self._close("reasoning", "completed"), self._write("message", self._space)]
+                self._space = ""
+            if calls:
+                events.append(self._close("reasoning", "completed"))
+            events += map(self._call_events, calls)
+        if is_last and not self._items:
+            events.append(self._write("message", self._space))
+        return b"".join(events)
 
     def response(self, finish_reason: str | None) -> dict[str, Any]:
         """Return the response object; ``finish_reason`` None: it is in progress."""

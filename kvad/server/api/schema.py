@@ -34,6 +34,12 @@ Prompt = Annotated[
 ToolChoice = Annotated[
     str | dict[str, Any] | None, Field(description="none, auto, required or an object that names a function")
 ]
+TemplateVariables = Annotated[
+    dict[str, Any] | None, Field(description="Variables of the chat template, such as enable_thinking.")
+]
+Effort = Annotated[
+    Annotated[str, Field(max_length=32)] | None, Field(description="The variable of the chat template with this name.")
+]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 # Fields without effect here: they concern accounts and storage of OpenAI's service.
@@ -46,7 +52,7 @@ REFUSED = {
     "functions": "use tools instead of functions",
     "function_call": "use tool_choice instead of function_call",
     "chat_template": "templates of clients are not accepted",
-    "chat_template_kwargs": "only /v1/chat/completions takes variables of the chat template",
+    "chat_template_kwargs": "only /v1/chat/completions and /tokenize take variables of the chat template",
     "prompt_embeds": "tensors of clients are not accepted",
     "previous_response_id": "responses are not stored; send the whole conversation as input",
     "conversation": "responses are not stored; send the whole conversation as input",
@@ -193,12 +199,8 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables of the chat template, such as enable_thinking."
-    )
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="The variable of the chat template with this name."
-    )
+    chat_template_kwargs: TemplateVariables = None
+    reasoning_effort: Effort = None
     reasoning_format: Literal["auto", "deepseek", "none"] = Field(
         "auto", description="auto, deepseek: thoughts are reasoning_content; none: they are content, with their marks."
     )
@@ -246,13 +248,31 @@ class ResponsesBody(Body):
         places += _unknown("reasoning", self.reasoning, ("effort",))
         return places + _unknown("tool_choice", self.tool_choice, ("type", "name"))
 
+    def message_items(self) -> list[list[int]]:
+        """Return the indices of the items of each message of the same chat.
+
+        A call belongs to the message of the assistant or the calls before it.
+        """
+        groups, is_answer = list[list[int]](), False
+        for index, item in enumerate(self.input if isinstance(self.input, list) else ()):
+            is_call = item.get("type") == "function_call"
+            if is_call and is_answer:
+                groups[-1].append(index)
+            elif item.get("type") != "reasoning":
+                groups.append([index])
+            is_answer = is_call or (item.get("type", "message") == "message" and item.get("role") == "assistant")
+        return groups
+
     def field_names(self) -> dict[str, str]:
         """Return the fields of this request for the names that errors of the same chat have instead."""
         first = int(self.instructions is not None)  # message of the first item
-        items = self.input if isinstance(self.input, list) else []
-        indices = [index for index, item in enumerate(items) if item.get("type") != "reasoning"]
-        places = {f"messages[{number}]": f"input[{index}]" for number, index in enumerate(indices, first)}
-        names = {f"{message}.tool_calls[0].function": item for message, item in places.items()} | places
+        places, names = dict[str, str](), dict[str, str]()
+        for number, indices in enumerate(self.message_items(), first):
+            places[f"messages[{number}]"] = f"input[{indices[0]}]"
+            assert isinstance(self.input, list)
+            calls = [index for index in indices if self.input[index].get("type") == "function_call"]
+            names |= {f"messages[{number}].tool_calls[{call}].function": f"input[{i}]" for call, i in enumerate(calls)}
+        names |= places
         names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools or ()))}
         return names | {
             "messages[0]": names.get("messages[0]", "instructions"), "messages": "input", "prompt": "input",
@@ -278,7 +298,9 @@ class TokenizeBody(Body):
     """Body of /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: Objects | None = None
+    messages: Annotated[Objects, Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateVariables = None
+    reasoning_effort: Effort = None
     add_special_tokens: bool | None = Field(None, description="Of a prompt; true if it is not given.")
     return_token_strs: bool = False
 

@@ -541,7 +541,8 @@ class _Arguments:
     def __init__(self, rule: str, tags: Tags, schema: Schema, tool: int | None) -> None:
         self._tags, self._root, self._is_strict = tags, schema, tool is not None
         self._definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        self._objects = dict[int, str]()  # id of a schema -> its rule, because a schema may contain itself
+        # id of a schema -> its rule, because a schema may contain itself; all are parts of ``schema``
+        self._objects, self._lists = dict[int, str](), dict[int, str]()
         self.lines = list[str]()
         self._add_object(rule, schema, f"tools[{tool}].function.parameters")
 
@@ -600,6 +601,9 @@ class _Arguments:
             if (constants := _values(leaf)) is not None:
                 values += (literal(_with_quotes(value, self._tags)) for value in constants)
                 continue
+            if not leaf:
+                values.append("any_value")
+                continue
             if scalars := sorted(types & _SCALARS):
                 values.append(json_value({**leaf, "type": scalars}))
             if types - _SCALARS:
@@ -607,13 +611,20 @@ class _Arguments:
             if "string" in types:
                 values.append(f"{literal(self._tags.opening)} text_value")
             if "array" in types:
-                item = self._quoted_value(f"{name}_item", leaf.get("items"), f"{place}.items")
-                values.append(f'"[" {_repeat(item, leaf.get("minItems"), leaf.get("maxItems"))} "]"')
+                values.append(f'"[" {self._list_rule(f"{name}_list", leaf, place)} "]"')
             if "object" in types:
                 if id(leaf) not in self._objects:
                     self._add_object(f"{name}_object", leaf, place)
                 values.append(f'"{{" {self._objects[id(leaf)]} "}}"')
         return f"({' | '.join(values)})" if values else "any_value"
+
+    def _list_rule(self, rule: str, schema: Schema, place: str) -> str:
+        """Return the rule of the items of a list."""
+        if id(schema) not in self._lists:
+            self._lists[id(schema)] = rule
+            item = self._quoted_value(f"{rule}_item", schema.get("items"), f"{place}.items")
+            self.lines.append(f"{rule}: {_repeat(item, schema.get('minItems'), schema.get('maxItems'))}")
+        return self._lists[id(schema)]
 
     def _check_keywords(self, leaf: Schema, known: Collection[str], place: str) -> None:
         if self._is_strict and (others := set(leaf).difference(known)):
