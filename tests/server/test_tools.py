@@ -182,10 +182,15 @@ def test_a_call_is_passed_on_when_it_is_complete(name):
     assert ends[0] == text.index(FORMS[name].end, text.index("}")) + len(FORMS[name].end) - 1
 
 
-@pytest.mark.parametrize("arguments", ["[" * 2000, "[" * 500 + "]" * 500, '{"x": NaN}'])
+@pytest.mark.parametrize("arguments", ["[1]", "5", "[" * 2000, "[" * 500 + "]" * 500, '{"x": NaN}'])
 def test_arguments_that_are_not_strict_json_are_content(arguments):
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     assert ToolCallParser(FORMS["hermes"], {"f": {}}).finish(text) == (text, [])
+
+
+def test_arguments_that_are_null_are_an_empty_object():
+    ((call,),) = (ToolCallParser(FORMS["llama3_json"], {"f": {}}).finish('{"name": "f", "arguments": null}')[1],)
+    assert call.arguments == "{}"
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3"])

@@ -199,21 +199,17 @@ class AnswerParser:
                 self._pending = text
                 return ""
             self._answer = "inside" if text.startswith(start) else ""
-            text = text.removeprefix(start)
-            self._skips_space = bool(self._answer)
-            text = text.lstrip() if self._answer else text
-            self._skips_space = self._skips_space and not text
+            if self._answer:
+                text = text[len(start) :].lstrip()
+                self._skips_space = not text
         if not self._answer:
             return text
         before, mark, after = text.rpartition(end)
-        if mark and not after.strip():
-            kept = mark + after
-        else:
-            before, kept = "", split_at(text[-len(end) + 1 :], (end,))[2]
+        is_end = bool(mark) and not after.strip()
         if is_last:
-            return before if mark and not after.strip() else text
-        self._pending = kept
-        return text[: len(text) - len(kept)]
+            return before if is_end else text
+        self._pending = mark + after if is_end else split_at(text[1 - len(end) :], (end,))[2]
+        return text[: len(text) - len(self._pending)]
 
     def _take_reasoning(self, form: ReasoningFormat, is_last: bool) -> str:
         """Return the thoughts in the pending text, without the white space around them."""

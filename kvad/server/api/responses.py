@@ -42,7 +42,9 @@ async def create_response(context: ApiContext, body: ResponsesBody, key: str) ->
 
 def _to_chat(body: ResponsesBody) -> ChatBody:
     """Return the same request for the chat API."""
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+    messages = list[dict[str, Any]]()
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
@@ -55,9 +57,10 @@ def _to_chat(body: ResponsesBody) -> ChatBody:
                 calls = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
                 messages[-1] = {**messages[-1], "tool_calls": calls}
             else:
-                is_theirs = thoughts and message["role"] == "assistant"  # those of a truncated answer have no message
-                messages.append({**message, "reasoning_content": thoughts} if is_theirs else message)
-                thoughts = ""
+                if thoughts and message["role"] == "assistant":
+                    message = {**message, "reasoning_content": thoughts}
+                messages.append(message)
+                thoughts = ""  # those of a truncated answer have no message
     fields: dict[str, Any] = {
         "model": body.model, "messages": messages, "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature, "top_p": body.top_p, "tools": _to_tools(body.tools),

@@ -64,9 +64,11 @@ def read_json(text: str, functions: Functions) -> list[ToolCall]:
 def _to_call(item: Any) -> ToolCall | None:
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return None
-    arguments = item.get("arguments", item.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(item["name"], text)
+    arguments = item.get("arguments", item.get("parameters"))
+    if isinstance(arguments, str):
+        return ToolCall(item["name"], arguments)
+    arguments = {} if arguments is None else arguments
+    return ToolCall(item["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
 def read_named(pattern: re.Pattern[str], text: str, functions: Functions) -> list[ToolCall]:
@@ -83,11 +85,8 @@ def read_named(pattern: re.Pattern[str], text: str, functions: Functions) -> lis
 
 def read_kimi(text: str, functions: Functions) -> list[ToolCall]:
     """Return the call of Kimi K2 with the id that the model has written, because its template writes only that."""
-    calls, call_id = (
-        read_named(_KIMI_CALL, text, functions),
-        text.partition(_KIMI[2])[0].rpartition(_KIMI[1])[2].strip(),
-    )
-    return [replace(call, id=call_id) for call in calls]
+    call_id = text.partition(_KIMI[2])[0].rpartition(_KIMI[1])[2].strip()
+    return [replace(call, id=call_id) for call in read_named(_KIMI_CALL, text, functions)]
 
 
 def read_python(text: str, functions: Functions) -> list[ToolCall]:
