@@ -135,13 +135,7 @@ template <class W> class PairRows {
   }
 
   void multiply(const char* w, int64_t pair, int m, bool tiles, Ahead ahead, F (&acc)[ROWS][2]) const {
-    if (op.bits) {
-      switch (form_of(op)) {
-        case INT8: return multiply_quantized<INT8>(w, pair, m, tiles, acc);
-        case INT4: return multiply_quantized<INT4>(w, pair, m, tiles, acc);
-        case E2M1: return multiply_quantized<E2M1>(w, pair, m, tiles, acc);
-      }
-    }
+    if (op.bits) return with_form(op, [&](auto form) { multiply_quantized<form()>(w, pair, m, tiles, acc); });
     const T* from = x + pair * op.in_stride;
     ::multiply<W>(m, reinterpret_cast<const T*>(w), from, op.in_stride, round_up(op.k, 2), acc, ahead);
   }

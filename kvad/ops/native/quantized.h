@@ -15,6 +15,16 @@ namespace {
 enum WeightForm { INT8, INT4, E2M1 };  // int4 has minima; E2M1 numbers are integers up to 12 if they are doubled
 constexpr int bits_of(WeightForm form) { return form == INT8 ? 8 : 4; }
 inline WeightForm form_of(const Op& op) { return op.bits == 8 ? INT8 : op.is_e2m1 ? E2M1 : INT4; }
+
+// Calls use with the form of the operation's weights, a constant.
+template <class Use> void with_form(const Op& op, Use use) {
+  switch (form_of(op)) {
+    case INT8: return use(std::integral_constant<WeightForm, INT8>());
+    case INT4: return use(std::integral_constant<WeightForm, INT4>());
+    case E2M1: return use(std::integral_constant<WeightForm, E2M1>());
+  }
+}
+
 template <WeightForm FORM> constexpr int STEP_BYTES = PANEL * bits_of(FORM) / 2;
 constexpr int INPUTS = 4;
 constexpr int64_t BLOCK = 512;         // inputs whose products fit into 32 bits: 512 x 128 x 32,767

@@ -23,7 +23,8 @@
 
 namespace {
 
-constexpr int64_t RETAINED_BYTES = 4 << 20;  // of activations that stay allocated between steps
+constexpr int64_t RETAINED_BYTES = 64 << 20;  // of activations that stay allocated between steps
+constexpr int64_t HUGE_PAGE = 2 << 20;
 
 template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
   typedef typename W::T T;
@@ -32,12 +33,7 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
     case OP_NORM: return op.out_float ? norm<float>(run, op, rows) : norm<T>(run, op, rows);
     case OP_LINEAR:
       if (!op.bits) return linear<W>(run, op, rows);
-      switch (form_of(op)) {
-        case INT8: return quantized_linear<W, INT8>(run, op, rows);
-        case INT4: return quantized_linear<W, INT4>(run, op, rows);
-        case E2M1: return quantized_linear<W, E2M1>(run, op, rows);
-      }
-      return;
+      return with_form(op, [&](auto form) { quantized_linear<W, form()>(run, op, rows); });
     case OP_ANGLES: return angles(run, op);
     case OP_ROTATE: return rotate<W>(run, op);
     case OP_ATTEND:
@@ -207,10 +203,11 @@ int kvad_step(Model* model, const Step* step) {
   const int64_t needed = round_up(memory.buffers + memory.own * model->threads + memory.shared, 4096);
   if (needed > model->scratch_bytes) {
     kvad_free(model);
-    model->scratch = static_cast<char*>(std::aligned_alloc(4096, needed));
+    const bool is_large = needed > 2 * HUGE_PAGE;
+    model->scratch = static_cast<char*>(std::aligned_alloc(is_large ? HUGE_PAGE : 4096, needed));
     if (!model->scratch) return 1;
 #ifdef __linux__
-    if (needed > RETAINED_BYTES) madvise(model->scratch, needed, MADV_HUGEPAGE);  // fewer page faults and TLB misses
+    if (is_large) madvise(model->scratch, needed, MADV_HUGEPAGE);  // fewer page faults and TLB misses
 #endif
     model->scratch_bytes = needed;
     model->peak_bytes = needed > model->peak_bytes ? needed : model->peak_bytes;
