@@ -47,6 +47,20 @@ def test_invalid_input(kvad, model, flags, message):
     assert result.code == 2 and result.out == "" and message in result.err.splitlines()[0], result
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--new-tokens 1", "new_tokens: must be at least 2, got 1"),
+        ("--new-tokens 4 --repeats 0", "repeats: must be at least 1, got 0"),
+        ("--new-tokens 500", "exceed the model's limit of 96"),
+        ("--speculative draft", "--speculative draft: no draft model is given"),
+    ],
+)
+def test_invalid_input_of_speculation(kvad, model, flags, message):
+    result = kvad(f"bench speculative {flags}", model)
+    assert result.code == 2 and result.out == "" and message in result.err.splitlines()[0], result
+
+
 def test_quick_measures_less_and_given_options_are_used(kvad, model):
     record = json.loads(kvad("bench cache --quick --new-tokens 4,8 --json", model).out)
     assert record["repeats"] == 1 and record["tokens"] == [4, 8]
@@ -59,6 +73,29 @@ def test_profile(kvad, model, spelling):
     record = json.loads(kvad(spelling, model, "--context", 8, "--new-tokens", 4, "--repeats", 1, "--json").out)
     assert record["what"] == "bench profile" and record["num_seqs"] == 1 and record["parts"]["sampling"] > 0
     assert 0 < record["of_roofline"] < 1 and record["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("spelling", ["bench --speculative ngram:3", "bench speculative --speculative ngram:3"])
+def test_speculative(kvad, model, spelling):
+    """Speed with and without drafts, how many are accepted, and whether the greedy tokens are equal."""
+    flags = ("--prompt", "hey you hey you", "--new-tokens", 48, "--repeats", 2)
+    text = kvad(spelling, model, *flags)
+    assert text.code == 0 and "without drafts" in text.out and "all 48 tokens are equal" in text.out, text.err
+    record = json.loads(kvad(spelling, model, *flags, "--json").out)
+    assert record["speculative"]["method"] == "ngram" and record["speculative"]["num_tokens"] == 3
+    assert record["outputs_agree"] == record["new_tokens"] == 48 and record["speedup"] > 0
+    assert 0 < record["draft_steps"] < record["steps"] and record["accepted_tokens"] <= record["draft_tokens"]
+    # every token comes from a step, or is an accepted draft
+    assert record["steps"] + record["accepted_tokens"] == 2 * 48
+    assert record["acceptance_rate"] == record["accepted_tokens"] / record["draft_tokens"]
+    assert record["mean_accepted_length"] == 1 + record["accepted_tokens"] / record["draft_steps"]
+
+
+def test_a_draft_model_that_agrees(kvad, model):
+    flags = ("--draft-model", model, "--new-tokens", 30, "--repeats", 1, "--json")
+    record = json.loads(kvad("bench speculative", model, *flags).out)
+    assert record["speculative"]["method"] == "draft" and record["acceptance_rate"] > 0.9
+    assert record["mean_accepted_length"] > 4
 
 
 class _Terminal(io.StringIO):

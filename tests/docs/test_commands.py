@@ -79,6 +79,8 @@ LIMITS = {  # appended to a command that begins with these words: less work, the
     "bench cache-quality": f"--lengths 500 {_BENCH}",
     "verify": "--layout paged --cache-dtype float32 --num-prompts 3 --max-tokens 24",
     "bench --profile": "--context 8 --new-tokens 4 --repeats 1",
+    "bench speculative": "--new-tokens 4 --repeats 1",
+    "bench --speculative": "--new-tokens 4 --repeats 1",
     "bench streaming": "--num-tokens 128 --span-length 32 --text book.txt",
     "generate": "--max-tokens 4",
     "serve": "--limits",  # it would serve until a signal; tests/server does

@@ -1,4 +1,4 @@
-"""``kvad bench``: the speed of a model with and without its cache, and the quality of lossy caches.
+"""``kvad bench``: the speed of a model with and without its cache or drafts, and the quality of lossy caches.
 
 Numbers go to stdout, progress and notes to stderr; ``--out`` writes JSON lines and figures.
 """
@@ -26,6 +26,8 @@ from kvad.cli.parameters import (
     FormatOptions,
     JsonOption,
     ModelArgument,
+    PromptOptions,
+    SpeculativeOptions,
     load_fields,
     model_fields,
     open_llm,
@@ -49,19 +51,21 @@ QUALITY_LEGEND = (
 
 
 class _BenchGroup(CommandGroup):
-    """``kvad bench --profile MODEL`` is ``kvad bench profile MODEL``."""
+    """``kvad bench --profile MODEL`` is ``kvad bench profile MODEL``; ``--speculative`` selects a command, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, ["profile", *args[1:]] if args[:1] == ["--profile"] else args)
+        commands = {"--profile": ["profile", *args[1:]], "--speculative": ["speculative", *args]}
+        return super().parse_args(ctx, commands.get(args[0], args) if args else args)
 
 
 @click.group(cls=_BenchGroup)
 def bench_group() -> None:
-    """Measure the speed of a model with and without its cache, and the quality of lossy caches.
+    """Measure the speed of a model with and without its cache or drafts, and the quality of lossy caches.
 
     \b
     kvad bench cache runs/demo
     kvad bench profile runs/demo
+    kvad bench speculative runs/demo --speculative ngram
     kvad bench cache-quality runs/lookup-cpu
     kvad bench streaming runs/endless-rope
     kvad bench serve runs/demo --max-concurrency 8
@@ -154,6 +158,34 @@ def profile_command(options: _ProfileOptions) -> None:
         result = benchmarks.bench_profile(llm, *numbers, progress.update)
     record = output.with_properties(result, "tokens_per_second", "of_roofline")
     output.print_result(options.as_json, record, profile_lines(result))
+
+
+class _SpeculativeOptions(
+    ModelArgument, PromptOptions, SpeculativeOptions, FormatOptions, ActivationOptions, JsonOption
+):  # fmt: skip
+    new_tokens: int = option("Number of new tokens to generate", 128)
+    repeats: int = option("Number of runs; medians are reported", 3)
+
+
+@command("speculative", _SpeculativeOptions, bench_group)
+def speculative_command(options: _SpeculativeOptions) -> None:
+    """Measure greedy generation with and without speculative decoding, by turns [default: --speculative ngram].
+
+    Without --prompt or --file, the text begins with the opening token. Mean accepted length: tokens of a step with
+    drafts, including the one that the model adds.
+
+    \b
+    kvad bench speculative runs/demo --speculative ngram:8 --file source.py
+    kvad bench speculative MODEL --draft-model SMALL --prompt "def __init__(self" --json
+    """
+    fields = {"speculative": "ngram", **load_fields(options)}
+    with open_llm(options.model, fields, max_num_seqs=1) as llm, output.ProgressLine() as progress:
+        _require_decoder(llm, "speculative")
+        result = benchmarks.bench_speculation(
+            llm, options.new_tokens, options.repeats, progress.update, prompt=options.read_prompt()
+        )
+    record = output.with_properties(result, "speedup", "acceptance_rate", "mean_accepted_length")
+    output.print_result(options.as_json, record, speculation_lines(result))
 
 
 class _TextOption(Options):
@@ -413,6 +445,30 @@ def profile_lines(result: benchmarks.step_profile.StepProfile) -> list[str]:
         "",
         f"one step: {speed}; the engine's share is {result.engine_share:.1%}",
         f"roofline: {read} {rate}: {result.of_roofline:.0%} of the step",
+    ]
+
+
+def speculation_lines(result: benchmarks.speculation.SpeculationResult) -> list[str]:
+    """Format the result: tokens per second with and without drafts, accepted drafts, and equal tokens."""
+    config, count = result.speculative, result.outputs_agree
+    rows = [
+        ("", "tokens/s", ""),
+        ("without drafts", f"{result.baseline_tokens_per_second:.1f}", ""),
+        (f"{config.method}, up to {config.num_tokens}", f"{result.tokens_per_second:.1f}", f"{result.speedup:.2f}x"),
+    ]
+    rate, length = result.acceptance_rate, result.mean_accepted_length
+    drafts = f"{result.accepted_tokens:,} of {result.draft_tokens:,} drafts accepted"
+    steps = f"drafts in {result.draft_steps:,} of {result.steps:,} steps"
+    is_equal = count == result.new_tokens
+    return [
+        f"{result.parameters:,} parameters in {result.dtype}; {result.machine}; commit {result.commit or 'unknown'}",
+        f"{result.prompt} prompt tokens, {result.new_tokens} new ones; medians of {result.repeats} runs by turns",
+        "",
+        *output.format_table(rows, left=(0,)),
+        "",
+        f"{drafts} ({output.format_optional(rate, '.0%')}), {steps}",
+        f"mean accepted length {output.format_optional(length, '.2f')}",
+        f"all {count} tokens are equal" if is_equal else f"the first {count} of {result.new_tokens} tokens are equal",
     ]
 
 
