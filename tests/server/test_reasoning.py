@@ -10,7 +10,7 @@ from kvad.engine import StreamChunk
 from kvad.engine.scheduling import StructuredOutput
 from kvad.server.api import responses
 from kvad.server.api.chat import _harmony_message, check_messages
-from kvad.server.api.reasoning import FORMATS, HARMONY_CHANNELS, AnswerParser, find_reasoning
+from kvad.server.api.reasoning import FORMATS, HARMONY_CHANNELS, AnswerParser, find_reasoning, thinking_variables
 from kvad.server.api.schema import ResponsesBody
 from kvad.server.api.structured import _after
 from kvad.server.api.tool_formats import HARMONY, PLAIN_JSON, call_grammar, find_format
@@ -213,6 +213,28 @@ def test_messages_of_harmony_in_grammars():
     check_grammar(source, HARMONY, (), [f"{FINAL}{{}}", f"{A}x{NEXT}{FINAL}{{}}"], ["{}", f"{C}{{}}", f"{FINAL}x"])
 
 
+BOOLS, LEVELS = [True, False], ["low", "medium", "high"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "{%- if enable_thinking is defined and enable_thinking is false %}<think>{% endif %}",
+            {"enable_thinking": BOOLS},
+        ),
+        ("{{ '/nothink' if (enable_thinking is defined and not enable_thinking) }}", {"enable_thinking": BOOLS}),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", {"thinking": BOOLS}),
+        ('{%- set reasoning_effort = "medium" %}{{- "Reasoning: " + reasoning_effort }}', {"reasoning_effort": LEVELS}),
+        ("{% if reasoning_effort not in ['none', \"high\"] %}{% endif %}", {"reasoning_effort": ["none", "high"]}),
+        ("{%- if message.thinking and 'thinking' in message %}{{ \"It's thinking\" }}{% endif %}", {}),
+        ("{# enable_thinking #}thinking: {{ my_thinking }}{{ thinking_budget }}", {}),
+    ],
+)
+def test_variables_of_a_template(template, expected):
+    assert thinking_variables(template) == expected
+
+
 # ---------------------------------------------------------------- a server
 
 USER = [{"role": "user", "content": "hello"}]
@@ -243,9 +265,9 @@ def test_reasoning_of_a_server(thinker):
     message, _, num_tokens = chat(thinker, *tokens)
     assert (message["reasoning_content"], message["content"], num_tokens) == ("XY", "AB", 5)
     assert chat(thinker, *tokens, reasoning_format="none")[0]["content"] == "<think>XY\t</think>AB"
-    message, _, num_tokens = chat(thinker, *b"XY", chat_template_kwargs={"thinks": True})
+    message, _, num_tokens = chat(thinker, *b"XY", chat_template_kwargs={"enable_thinking": True})
     assert (message["reasoning_content"], message["content"], num_tokens) == ("XY", None, 2)
-    message, _, num_tokens = chat(thinker, *b"XY", chat_template_kwargs={"thinks": False})
+    message, _, num_tokens = chat(thinker, *b"XY", chat_template_kwargs={"enable_thinking": False})
     assert "reasoning_content" not in message and (message["content"], num_tokens) == ("XY", 0)
     final = {"role": "assistant", "content": "<think>so"}
     message, _, _ = chat(thinker, *b"XY", messages=[*USER, final], continue_final_message=True)
@@ -255,6 +277,20 @@ def test_reasoning_of_a_server(thinker):
     assert (message["content"], finish) == ("5", "stop"), "no thoughts are required"
     message, finish, _ = chat(thinker, THINK, *b"XY", END_THINK, *b"5", response_format=form, max_tokens=20)
     assert (message["reasoning_content"], message["content"], finish) == ("XY", "5", "stop")
+
+
+def test_tokens_of_a_chat_with_variables(thinker):
+    """A client learns which variables control the thoughts, and counts the tokens of a prompt that has them."""
+    assert thinker.http.get("/v1/models").json()["data"][0]["thinking"] == {
+        "enable_thinking": BOOLS, "reasoning_effort": LEVELS,
+    }  # fmt: skip
+    plain, closed = (
+        thinker.post("/tokenize", messages=USER, chat_template_kwargs=variables).json()["tokens"]
+        for variables in (None, {"enable_thinking": False})
+    )
+    assert closed[len(plain) :] == [THINK, END_THINK] and closed[: len(plain)] == plain
+    refused = thinker.post("/tokenize", messages=USER, chat_template_kwargs={"messages": []})
+    assert refused.json()["error"]["param"] == "chat_template_kwargs.messages"
 
 
 def test_calls_of_gpt_oss(thinker):

@@ -49,8 +49,8 @@ THINKING_CALL = (CHANNEL, ANALYSIS, MESSAGE, *b"XY", END_MESSAGE, HEADER, ARGUME
 THINKING_TEMPLATES = {
     "chat_template.jinja": """{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
 {%- if turn.reasoning_content %}({{ turn.reasoning_content }}){% endif %}
-{% endfor %}{% if add_generation_prompt %}[assistant] {% if thinks or reasoning_effort == 'high' %}<think>
-{% elif thinks is false %}<think></think>{% endif %}{% endif %}""",
+{% endfor %}{% if add_generation_prompt %}[assistant] {% if enable_thinking or reasoning_effort == 'high' %}<think>
+{% elif enable_thinking is false %}<think></think>{% endif %}{% endif %}""",
     "additional_chat_templates/tool_use.jinja": """{{ reasoning_effort }}{# <|channel|><|message|> #}
 {% for turn in messages %}[{{ turn.role }}] {{ turn.content or turn.thinking }}
 {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}""",

@@ -371,7 +371,7 @@ def _template_variables(context: ApiContext, body: ChatBody, source: str, specia
         if name in RESERVED_VARIABLES or name in specials:
             raise invalid(f"chat_template_kwargs.{name}", "is set by the server. Leave it out.")
     if body.reasoning_effort is not None:
-        if re.search(r"\breasoning_effort\b", source) is None:
-            raise invalid("reasoning_effort", "is not read by the chat template. Leave it out.")
-        variables["reasoning_effort"] = body.reasoning_effort
+        if re.search(rf"\b{reasoning.EFFORT}\b", source) is None:
+            raise invalid(reasoning.EFFORT, "is not read by the chat template. Leave it out.")
+        variables[reasoning.EFFORT] = body.reasoning_effort
     return variables

@@ -6,7 +6,7 @@ import base64
 from array import array
 from typing import Any
 
-from kvad.server.api import generation, text_threads
+from kvad.server.api import generation, reasoning, text_threads
 from kvad.server.api.chat import render
 from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, PromptInput, RequestGroup
@@ -20,7 +20,8 @@ def list_models(context: ApiContext) -> dict[str, Any]:
 
 def describe_model(context: ApiContext, adapter: str = "") -> dict[str, Any]:
     """Return OpenAI's model object, and what kvad knows of the model, or its adapter, and the cache."""
-    info = context.llm.info
+    info, template = context.llm.info, context.llm.chat_templates.find(adapter)
+    source = "" if template is None else template.templates.get("default", "")
     return {
         "id": adapter or context.model_name,
         "object": "model",
@@ -30,7 +31,8 @@ def describe_model(context: ApiContext, adapter: str = "") -> dict[str, Any]:
         "parent": context.model_name if adapter else None,
         "max_model_len": info["max_len"],
         "kind": context.llm.config.kind,
-        "has_chat_template": context.llm.chat_templates.find(adapter) is not None,
+        "has_chat_template": template is not None,
+        "thinking": reasoning.thinking_variables(source),  # variables for chat_template_kwargs
         "languages": sorted(context.llm.tokenizer.languages) if context.llm.tokenizer is not None else [],
         "cache": {
             name: info[name]

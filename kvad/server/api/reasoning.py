@@ -18,6 +18,8 @@ from kvad.server.api.tools import ToolCallParser, split_at
 State = Literal["start", "reasoning", "content", "call"]  # of a text at one position; "start": not decided yet
 PROMPT_TOKENS = 32  # at the end of a prompt, that have the marks of its last line
 
+_TAG = re.compile(r"\{[%{](.*?)[%}]\}", re.DOTALL)  # expressions and statements of Jinja, without comments
+_STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 _BREAK = r"BREAK: /[ \t\r\n]{1,8}/"  # between thoughts and an answer
 _ANALYSIS, _FINAL, _MESSAGE = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -76,6 +78,9 @@ class ReasoningFormat:
 
 
 HARMONY_CHANNELS = ReasoningFormat(_ANALYSIS, "<|end|>")
+SWITCHES = ("enable_thinking", "thinking")  # of Qwen3, SmolLM3 and GLM 4.5; of DeepSeek V3.1 and Granite
+EFFORT = "reasoning_effort"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = (
     ReasoningFormat("<|channel>thought", "<channel|>", sign="<|channel>", special="<|channel>"),  # Gemma 4
     ReasoningFormat(
@@ -93,6 +98,19 @@ def find_reasoning(template: str) -> ReasoningFormat | None:
     if all(sign in template for sign in HARMONY.signs):
         return HARMONY_CHANNELS
     return next((each for each in FORMATS if (each.sign or each.start) in template), None)
+
+
+def thinking_variables(template: str) -> dict[str, list[bool] | list[str]]:
+    """Return the variables of a chat template that turn thoughts on and off or set their length, with their values.
+
+    The values of ``reasoning_effort`` are those that the template has as strings; gpt-oss inserts any, and was trained
+    with low, medium and high.
+    """
+    code = " ".join(_STRING.sub("''", tag) for tag in _TAG.findall(template))
+    efforts = [effort for effort in EFFORTS if re.search(rf"(['\"]){effort}\1", template)]
+    values: dict[str, list[bool] | list[str]] = {name: [True, False] for name in SWITCHES}
+    values[EFFORT] = efforts if len(efforts) > 1 else ["low", "medium", "high"]
+    return {name: each for name, each in values.items() if re.search(rf"(?<![\w.]){name}\b", code)}
 
 
 class Parts(NamedTuple):
