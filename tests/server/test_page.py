@@ -175,6 +175,10 @@ def without_end(route):
     route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
 
 
+A_LINK = (
+    '<a href="http://a.example/b_(c)" target="_blank" rel="noopener noreferrer nofollow" '
+    'title="http://a.example/b_(c)">'
+)
 MARKDOWN = {
     "**a** *b* `c<d`": "<p><strong>a</strong> <em>b</em> <code>c&lt;d</code></p>",
     "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
@@ -186,6 +190,12 @@ MARKDOWN = {
     "> q\nr": "<blockquote><p>q<br>r</p></blockquote>",
     "a_b_c 2*3*4 ** x": "<p>a_b_c 2<em>3</em>4 ** x</p>",
     "\\*a\\*": "<p>*a*</p>",
+    "***a*** **b**": "<p><strong><em>a</em></strong> <strong>b</strong></p>",
+    "x<br>y<b>": "<p>x<br>y&lt;b&gt;</p>",
+    "\\(a_1*b*\\) $$ _x_ $$ \\(": '<p><span class="formula">a_1*b*</span> <span class="formula">_x_</span> (</p>',
+    "[`x` http://a.example](http://a.example/b_(c))": f"<p>{A_LINK}<code>x</code> http://a.example</a></p>",
+    "http://a.example/b_(c), (http://a.example/b_(c))": f"<p>{A_LINK}http://a.example/b_(c)</a>, "
+    f"({A_LINK}http://a.example/b_(c)</a>)</p>",
 }
 RENDER = """async (texts) => {
   const { MarkdownView } = await import("/markdown.js");
@@ -240,6 +250,7 @@ def check_cache_settings(page):
     page.select_option("[data-name=overflow]", given["overflow"])
     page.fill("[data-name=cache_salt]", given["cache_salt"])
     page.fill("[data-name=timeout]", str(given["timeout"]))
+    assert page.locator("[data-name=enable_thinking], [data-name=reasoning_effort]").count() == 0
     with page.expect_request("**/chat/completions") as request:
         page.fill("#message", "hello")
         page.press("#message", "Enter")
@@ -347,6 +358,105 @@ def test_page(page, server):
     page.fill("[data-name=stop]", "\n".join(map(str, range(40))))
     page.press("#completion-text", "Control+Enter")
     assert "stop" in page.locator("#view-completion .error").inner_text()
+
+
+def test_a_running_answer(page, server):
+    """What a user does while an answer is written neither ends it nor writes two at the same time."""
+    article, items = page.locator("article"), page.locator("#conversations li")
+    page.fill("#message", "hello")
+    page.click("#tab-settings")
+    page.fill("[data-name=max_tokens]", "5")
+    page.press("#message", "Enter")
+    page.wait_for_selector("#send:not(.stop)")
+
+    # What is selected stays selected.
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('.bubble'))")
+    article.nth(1).get_by_label("Regenerate").evaluate("button => button.click()")
+    page.locator("article.assistant .branches").wait_for()
+    assert page.evaluate("getSelection().toString()") == "hello"
+    page.fill("[data-name=max_tokens]", "")
+
+    # One message at a time is edited. Another one is sent meanwhile; the edited one replaces its answer.
+    article.nth(1).get_by_label("Edit").click()
+    article.nth(0).get_by_label("Edit").click()
+    assert page.locator(".edit").count() == 1 and page.locator("article.assistant .markdown").inner_text()
+    page.fill("#message", "more")
+    page.press("#message", "Enter")
+    server.wait_for(lambda state: len(state["sequences"]) == 1)
+    page.fill(".edit", "other")
+    with page.expect_request("**/chat/completions"):
+        page.press(".edit", "Control+Enter")
+    server.wait_for(lambda state: len(state["sequences"]) == 1 and state["sequences"][0]["tokens"] > 60)
+    assert article.count() == 2 and page.locator("article.user .branches").inner_text() == "2/2"
+    page.locator("article.user").get_by_label("Previous version").click()
+    page.get_by_text("You stopped this answer").wait_for()
+    page.locator("article.user").get_by_label("Next version").click()
+
+    # Enter keeps the next message, and the answer goes on. The list of conversations keeps the focus.
+    page.fill("#message", "next")
+    page.press("#message", "Enter")
+    assert page.input_value("#message") == "next" and page.locator("#send.stop").count() == 1
+    items.locator(".open").press("Enter")
+    assert page.evaluate("document.activeElement.className") == "open"
+
+    # A conversation that is deleted while it is written stays deleted, also when another one is shown.
+    page.click("#new-conversation")
+    page.click("#conversations .more")
+    page.click("text=Delete")
+    server.wait_for(lambda state: not state["sequences"])
+    page.wait_for_timeout(100)
+    assert items.count() == 0 and page.evaluate("localStorage.getItem('kvad.conversations')") == "[]"
+    page.click("text=Undo")
+    assert items.count() == 1 and article.count() == 2
+
+
+def test_ends_of_an_answer(page):
+    """A full context, and an error in the middle of an answer, whose text is kept and continued."""
+    page.click("#tab-settings")
+    page.fill("[data-name=max_tokens]", "")
+    delta = {"choices": [{"index": 0, "delta": {"content": "**A"}}]}
+    full = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+    failed = {"error": {"message": "it <b>failed", "code": "engine_error"}}
+    for last, texts in ((full, ["the context is full"]), (failed, ["It <b>failed.", "Continue"])):
+        body = "".join(f"data: {json.dumps(each)}\n\n" for each in (delta, last)) + "data: [DONE]\n\n"
+        page.route("**/chat/completions", lambda route, body=body: route.fulfill(body=body))
+        page.fill("#message", "hello")
+        page.press("#message", "Enter")
+        page.wait_for_selector("#send:not(.stop)")
+        shown = page.locator("article.assistant").last.inner_text()
+        assert all(text in shown for text in ("**A", *texts)), shown
+
+    # One text is completed at a time.
+    page.click("[data-mode=completion]")
+    page.fill("#completion-text", "a")
+    page.press("#completion-text", "Control+Enter")
+    page.click("#new-conversation")
+    page.fill("#completion-text", "b")
+    page.press("#completion-text", "Control+Enter")
+    page.get_by_text("Another text is being written").wait_for()
+    page.locator("#conversations .open", has_text="a").last.click()
+    page.press("#completion-text", "Escape")
+
+
+def test_two_tabs(page):
+    """A tab shows what another one has written; when it is closed, it replaces nothing."""
+    page.click("#tab-settings")
+    page.fill("[data-name=max_tokens]", "5")
+
+    def send(text):
+        page.fill("#message", text)
+        page.press("#message", "Enter")
+        page.wait_for_selector("#send:not(.stop)")
+
+    send("one")
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.locator("article.assistant").wait_for()
+    send("two")
+    other.locator("article.assistant >> nth=1").wait_for()
+    other.close(run_before_unload=True)
+    page.reload()
+    page.locator("article.assistant >> nth=1").wait_for()
 
 
 # ---------------------------------------------------------------- the cache panel
@@ -566,6 +676,56 @@ def test_thoughts_are_folded(open_page, thinker):
         assert answer.locator("details div").inner_text() == "<b>X"
         check_themes(page, "cache")
         page.reload()
+
+
+def test_thinking_is_a_setting(open_page, thinker):
+    """Where the chat template reads it, thinking is set below the message and in the settings, and is sent."""
+    page = open_page(thinker, key=KEYS[0])
+    below, panel = page.locator("#composer"), page.locator("#panel-settings")
+    page.click("#tab-settings")
+    page.fill("[data-name=max_tokens]", "3")
+    page.route(
+        "**/chat/completions",
+        lambda route: route.continue_(post_data={**forced(*b"X", END_THINK, *b"A"), **route.request.post_data_json}),
+    )
+    for value, thoughts in (("off", ""), ("on", "X")):
+        page.click("#new-conversation")
+        below.get_by_label("Thinking").select_option(label=value)
+        assert panel.get_by_label("Thinking").input_value() == ("true" if thoughts else "false")
+        page.fill("#message", "hi")
+        with page.expect_request("**/chat/completions") as request, page.expect_request("**/tokenize") as counted:
+            page.press("#message", "Enter")
+        for body in (request.value.post_data_json, counted.value.post_data_json):
+            assert body["chat_template_kwargs"] == {"enable_thinking": bool(thoughts)}
+        page.wait_for_selector("#send:not(.stop)")
+        assert page.locator("article.assistant details div").last.text_content() == thoughts
+    check_themes(page, "settings")
+
+    # An answer is continued, and edited, with its thoughts.
+    with page.expect_request("**/chat/completions") as request:
+        page.get_by_text("Continue").click()
+    assert request.value.post_data_json["messages"][-1] == {
+        "role": "assistant", "content": "A", "reasoning_content": "X",
+    }  # fmt: skip
+    page.wait_for_selector("#send:not(.stop)")
+    page.locator("article.assistant").last.get_by_label("Edit").click()
+    page.fill(".edit", "other")
+    page.get_by_role("button", name="Save").click()
+    assert page.locator("article.assistant details div").last.text_content().startswith("X")
+
+    # The keyboard changes it on a phone, where nothing is wider than the page.
+    panel.get_by_label("Reasoning effort").select_option("low")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.click("#close-inspector")
+    below.get_by_label("Reasoning effort").press("End")
+    assert panel.get_by_label("Reasoning effort").input_value() == "high"
+    assert page.evaluate(
+        "() => [document.body, document.getElementById('composer')].map((each) => each.scrollWidth)"
+    ) == [390, 390]
+    page.click("#toggle-inspector")
+    assert page.evaluate("document.activeElement.id") == "close-inspector"
+    page.click("text=Reset to defaults")
+    assert below.get_by_label("Reasoning effort").input_value() == ""
 
 
 def test_translation_and_training(open_page, tmp_path):

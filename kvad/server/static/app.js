@@ -36,8 +36,15 @@ class App {
     this.#openLast();
     this.refreshList();
     store.whenFull(() => toast("This browser's storage is full: export and delete old conversations."));
-    store.onOtherTab(() => this.refreshList());
+    store.onOtherTab((id) => this.#changedElsewhere(id));
     addEventListener("pagehide", () => { if (this.conversation) store.save(this.conversation); });
+  }
+
+  /** Show what another tab has written; an older copy here would replace it. */
+  #changedElsewhere(id) {
+    const stored = id === this.conversation?.id && !this.view.run?.isActive && store.load(id);
+    if (stored) this.open(stored);
+    else this.refreshList();
   }
 
   /** Whether a request was sent for what is shown: its blocks are "mine" in the cache panel. */
@@ -164,12 +171,18 @@ class App {
   }
 
   #toggleInspector(isOpen = byId("inspector").hidden, isStored = true) {
+    const isChanged = byId("inspector").hidden === isOpen;
     byId("inspector").hidden = !isOpen;
+    this.#coverMain();
     byId("toggle-inspector").setAttribute("aria-expanded", String(isOpen));
     if (isStored && !NARROW.matches) store.write("inspector", isOpen);
+    if (isChanged && NARROW.matches) byId(isOpen ? "close-inspector" : "toggle-inspector").focus();
     this.cache.sync();
     this.cache.draw();
   }
+
+  /** On a narrow screen the panel covers the page: the keyboard stays in it. */
+  #coverMain() { byId("main").inert = NARROW.matches && !byId("inspector").hidden; }
 
   // -------------------------------------------------------------- the sidebar
 
@@ -180,7 +193,8 @@ class App {
     byId("new-conversation").hidden = model.kind === "encoder-decoder";
     if (model.kind === "encoder-decoder") byId("no-conversations").textContent = "The last translation is kept in this browser.";
     byId("search").addEventListener("input", () => this.refreshList());
-    byId("open-sidebar").addEventListener("click", () => { document.body.classList.add("sidebar-open"); byId("scrim").hidden = false; byId("close-sidebar").focus(); });
+    byId("open-sidebar").addEventListener("click", () => { document.body.classList.add("sidebar-open"); byId("scrim").hidden = false; byId("main").inert = true; byId("close-sidebar").focus(); });
+    NARROW.addEventListener("change", () => { this.#closeSidebar(); this.#coverMain(); });
     byId("close-sidebar").addEventListener("click", () => this.#closeSidebar());
     byId("scrim").addEventListener("click", () => this.#closeSidebar());
     const group = document.querySelector(".theme");
@@ -190,8 +204,11 @@ class App {
   }
 
   #closeSidebar() {
+    if (!document.body.classList.contains("sidebar-open")) return;
     document.body.classList.remove("sidebar-open");
     byId("scrim").hidden = true;
+    byId("main").inert = false;
+    byId("open-sidebar").focus();
   }
 
   refreshList() {
@@ -203,14 +220,20 @@ class App {
     search.hidden = all.length < SEARCH_FROM && !search.value;
     const wanted = search.value.trim().toLowerCase();
     const found = all.filter((each) => (each.title || "Untitled").toLowerCase().includes(wanted));
-    byId("conversations").replaceChildren(...found.map((each) => this.#listItem(each, each.id === shown?.id)));
+    const conversations = byId("conversations");
+    if (!conversations.querySelector(".menu, .rename:focus")) { // these are left alone until they close
+      const focused = conversations.contains(document.activeElement) ? document.activeElement : null;
+      const place = focused && `[data-id="${focused.closest("li").dataset.id}"] .${focused.classList.contains("more") ? "more" : "open"}`;
+      conversations.replaceChildren(...found.map((each) => this.#listItem(each, each.id === shown?.id)));
+      if (place) conversations.querySelector(place)?.focus();
+    }
     byId("title").textContent = shown && !store.isEmpty(shown) ? shown.title : this.mode === "translate" ? "Translation" : "";
   }
 
   #listItem(entry, isShown) {
     const isRunning = Boolean(this.thread.running(entry.id) ?? (this.completion.running(entry.id) && this.completion.run?.isActive));
-    const open = h("button", { type: "button", class: "open", "aria-current": isShown ? "page" : null, onclick: () => this.openStored(entry.id) }, h("span", {}, entry.title || "Untitled"), isRunning ? h("i", { class: "live", "aria-label": "is being written" }) : h("time", {}, ago(entry.updated)));
-    const item = h("li", {}, open, iconButton("more", "Rename, export or delete", () => this.#menu(item, entry), { class: "more", "aria-haspopup": "true" }));
+    const open = h("button", { type: "button", class: "open", "aria-current": isShown ? "page" : null, onclick: () => this.openStored(entry.id) }, h("span", {}, entry.title || "Untitled"), isRunning ? h("i", { class: "live", role: "img", "aria-label": "is being written" }) : h("time", {}, ago(entry.updated)));
+    const item = h("li", { dataset: { id: entry.id } }, open, iconButton("more", "Rename, export or delete", () => this.#menu(item, entry), { class: "more", "aria-haspopup": "true" }));
     return item;
   }
 
@@ -219,8 +242,12 @@ class App {
     document.querySelectorAll(".menu").forEach((each) => each.remove());
     if (isOpen) return;
     const close = () => { menu.remove(); removeEventListener("pointerdown", outside); };
-    const outside = (event) => { if (!menu.contains(event.target)) close(); };
-    const action = (name, label, run) => h("button", { type: "button", role: "menuitem", onclick: () => { close(); run(); } }, icon(name), label);
+    const outside = (event) => {
+      if (menu.contains(event.target)) return;
+      close();
+      addEventListener("click", () => this.refreshList(), { once: true }); // its target stays until then
+    };
+    const action = (name, label, run) => h("button", { type: "button", role: "menuitem", onclick: () => { run(); close(); this.refreshList(); } }, icon(name), label);
     const menu = h("div", { class: "menu", role: "menu" },
       action("edit", "Rename", () => this.#rename(item, entry)), action("download", "Export as Markdown", () => this.#export(entry, "md")),
       action("download", "Export as JSON", () => this.#export(entry, "json")), action("trash", "Delete", () => this.#delete(entry)));
@@ -228,7 +255,7 @@ class App {
       const buttons = [...menu.children];
       const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
       if (step) { event.preventDefault(); buttons[(buttons.indexOf(document.activeElement) + step + buttons.length) % buttons.length].focus(); }
-      if (event.key === "Escape") { event.stopPropagation(); close(); item.querySelector(".more").focus(); }
+      if (event.key === "Escape") { event.stopPropagation(); item.querySelector(".more").focus(); close(); this.refreshList(); }
     });
     item.append(menu);
     menu.firstChild.focus();
@@ -245,8 +272,11 @@ class App {
       this.refreshList();
     };
     input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") input.blur();
-      if (event.key === "Escape") { event.stopPropagation(); input.value = ""; input.blur(); }
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.stopPropagation();
+      if (event.key === "Escape") input.value = "";
+      input.blur();
+      byId("conversations").querySelector(`[data-id="${entry.id}"] .open`)?.focus();
     });
     input.addEventListener("blur", accept);
     item.replaceChildren(input);
@@ -263,10 +293,11 @@ class App {
 
   #delete(entry) {
     const conversation = this.#stored(entry);
-    if (entry.id === this.conversation.id) { this.view.stop(); this.#newConversation(); }
     store.remove(entry.id);
+    for (const view of [this.thread, this.completion, this.translate]) view?.stop(entry.id);
+    if (entry.id === this.conversation.id) this.#newConversation();
     this.refreshList();
-    toast("The conversation was deleted.", { label: "Undo", run: () => { if (conversation) { store.save(conversation); this.open(conversation); } } });
+    toast("The conversation was deleted.", { label: "Undo", run: () => { if (conversation) { store.restore(conversation); this.open(conversation); } } });
   }
 
   // -------------------------------------------------------------- theme, keys, connection
@@ -307,7 +338,8 @@ class App {
       if (isLost || !this.model) return;
       const before = this.model;
       await this.#loadModel();
-      if (before.id !== this.model.id || before.kind !== this.model.kind || before.has_chat_template !== this.model.has_chat_template) location.reload();
+      const parts = ({ id, kind, has_chat_template, thinking }) => JSON.stringify([id, kind, has_chat_template, thinking]);
+      if (parts(before) !== parts(this.model)) location.reload();
     });
   }
 }

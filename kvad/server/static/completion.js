@@ -1,7 +1,7 @@
 // Completion mode: one text that the model continues in place. The last continuation has alternatives ("takes").
 
 import { ApiError, Run, post } from "./api.js";
-import { byId, coalesce, copyButton, count, debounce, h, icon, iconButton } from "./dom.js";
+import { byId, coalesce, copyButton, count, debounce, h, icon, iconButton, toast } from "./dom.js";
 import { TokenView } from "./inspect.js";
 import { detailFields, requestFields } from "./settings.js";
 import * as store from "./store.js";
@@ -130,11 +130,11 @@ export class CompletionView {
     conversation.text = this.area.value;
     this.#error = null;
     this.render();
-    this.#saveSoon();
+    this.#saveSoon(conversation);
     this.measure();
   }
 
-  #saveSoon = debounce(() => { store.touch(this.app.conversation); this.app.refreshList(); }, 600);
+  #saveSoon = debounce((conversation) => { store.touch(conversation); this.app.refreshList(); }, 600);
 
   #set(text, take) {
     const { conversation } = this.app;
@@ -154,15 +154,15 @@ export class CompletionView {
 
   #submit() {
     if (this.run?.isActive) { this.stop(); return; }
-    if (this.#run?.isActive) return; // another text is being written
     const { text } = this.app.conversation;
     if (!text) { this.area.focus(); return; }
     this.#generate(text);
   }
 
-  stop() { this.run?.stop(); }
+  stop(id = this.app.conversation.id) { if (this.#running?.id === id) this.#run.stop(); }
 
   async #generate(base) {
+    if (this.#run?.isActive) { toast("Another text is being written. Stop it first, or wait."); return; }
     const { conversation, model } = this.app;
     const previous = conversation.take?.base === base ? conversation.take : null;
     const take = previous ?? { base, texts: [], selected: 0 };

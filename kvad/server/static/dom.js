@@ -120,12 +120,25 @@ export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch { // no permission, or a page without TLS
+    const focused = document.activeElement;
     const area = h("textarea", { class: "offscreen", value: text });
     document.body.append(area);
     area.select();
     document.execCommand("copy");
     area.remove();
+    focused.focus();
   }
+}
+
+/** Set the children of an element; those that stay keep their focus and selection. */
+export function setChildren(element, children) {
+  for (const child of [...element.childNodes]) if (!children.includes(child)) child.remove();
+  for (const [index, child] of children.entries()) if (element.childNodes[index] !== child) element.insertBefore(child, element.childNodes[index] ?? null);
+}
+
+/** Set the text of an element; an equal one keeps its selection. */
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
 /** Return a button that copies a text and confirms it. */

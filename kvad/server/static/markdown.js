@@ -186,6 +186,11 @@ export function inline(text, depth = 0) {
 function span(text, at, find, depth) {
   switch (text[at]) {
     case "\n": return [h("br"), at + 1];
+    case "<": {
+      const tag = /^<br ?\/?>/i.exec(text.slice(at, at + 6)); // models write it in tables
+      return tag && [h("br"), at + tag[0].length];
+    }
+    case "\\": case "$": return formula(text, at, find);
     case "`": {
       const marks = /^`+/.exec(text.slice(at, at + 64))[0];
       const end = find(marks, at + marks.length);
@@ -198,6 +203,13 @@ function span(text, at, find, depth) {
     case "h": return /^https?:\/\/[^\s<>"'`)\]]+/.test(text.slice(at, at + 12)) && !/\w/.test(text[at - 1] ?? " ") ? bareLink(text, at) : null;
     default: return null;
   }
+}
+
+/** Return a formula as its source, without its delimiters: nothing in it is emphasis or an escape. */
+function formula(text, at, find) {
+  const end = { "\\(": "\\)", "\\[": "\\]", "$$": "$$" }[text.slice(at, at + 2)];
+  const last = end ? find(end, at + 2) : -1;
+  return last < 0 ? null : [h("span", { class: "formula" }, text.slice(at + 2, last).trim()), last + 2];
 }
 
 function emphasis(text, at, find, depth) {
@@ -214,6 +226,7 @@ function delimited(text, at, mark, tag, find, depth) {
   for (let tries = 0; end > 0 && tries < 20; tries++) {
     const isInWord = mark[0] === "_" && /\w/.test(text[end + mark.length] ?? " ");
     const isLonger = mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
+    if (mark.length === 2 && text[end + 2] === mark[0] && text[start] === mark[0]) end++; // ***a***
     if (!/\s/.test(text[end - 1]) && !isInWord && !isLonger) return [h(tag, {}, ...inline(text.slice(start, end), depth + 1)), end + mark.length];
     end = text.indexOf(mark, end + (isLonger && text[end + 1] === mark ? 2 : 1));
   }
@@ -229,7 +242,7 @@ function link(text, at, find, depth) {
   const label = text.slice(at + 1, middle);
   if (label.includes("[")) return null;
   if (!SAFE_URL.test(url)) return [h("span", {}, ...inline(label, depth + 1)), end + 1];
-  return [anchor(url, inline(label || url, MAX_DEPTH)), end + 1];
+  return [anchor(url, inline(label || url, depth + 1)), end + 1];
 }
 
 /** Return the index of the ")" that ends a link's address; pairs inside it belong to the address. */
@@ -244,11 +257,16 @@ function closingParenthesis(text, from) {
 }
 
 function bareLink(text, at) {
-  const url = /^https?:\/\/[^\s<>"'`]+/.exec(text.slice(at, at + 2000))[0].replace(/[).,;:!?\]]+$/, "");
+  let url = /^https?:\/\/[^\s<>"'`]+/.exec(text.slice(at, at + 2000))[0].replace(/[).,;:!?\]]+$/, "");
+  if (text[at + url.length] === ")" && url.lastIndexOf("(") > url.lastIndexOf(")")) url += ")"; // .../Merge_(sort)
   return [anchor(url, [url]), at + url.length];
 }
 
-const anchor = (url, content) => h("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow", title: url }, ...content);
+function anchor(url, content) {
+  const link = h("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow", title: url }, ...content);
+  for (const inner of link.querySelectorAll("a")) inner.replaceWith(...inner.childNodes);
+  return link;
+}
 
 // ---------------------------------------------------------------- code colors
 

@@ -14,6 +14,8 @@ const SAMPLING = [
 ];
 const TIMEOUT = ["timeout", "Time limit", "Seconds; what was written until then is kept", { min: 1, max: 86400, step: 1, placeholder: "default" }];
 const OVERFLOW = [["", "default"], ["preempt", "wait"], ["stop", "end early"], ["reject", "refuse first"]];
+const SWITCH = ["Thinking", "Whether the model writes thoughts before the answer"];
+const THINKING = { enable_thinking: SWITCH, thinking: SWITCH, reasoning_effort: ["Reasoning effort", "How long the model thinks before the answer"] }; // variables of chat templates
 
 /** Return the numbers among the settings; empty ones are left to the server. */
 function numbers(settings, fields) {
@@ -34,6 +36,40 @@ export function requestFields({ settings, model }, conversation) {
   return fields;
 }
 
+/** Return the field with the variables of the chat template that are set and that this model's template reads. */
+export function templateFields({ settings, model }) {
+  const given = Object.entries(model.thinking).map(([name, values]) => [name, values.find((value) => String(value) === settings[name])]);
+  const variables = given.filter(([, value]) => value !== undefined);
+  return variables.length ? { chat_template_kwargs: Object.fromEntries(variables) } : {};
+}
+
+/** Return [label, hint, select] of each variable of the chat template that controls thoughts. */
+export function thinkingChoices(app) {
+  return Object.entries(app.model.thinking).map(([name, values]) => {
+    const options = ["", ...values].map((value) => h("option", { value: String(value) }, value === "" ? "default" : value === true ? "on" : value === false ? "off" : value));
+    return [...THINKING[name], h("select", { dataset: { name }, oninput: (event) => changeSetting(app, event.target) }, ...options)];
+  });
+}
+
+/** Show the settings in all fields of the page; a setting may have two. */
+export function showSettings(settings) {
+  for (const input of document.querySelectorAll("[data-name]")) {
+    if (input.type === "checkbox") input.checked = Boolean(settings[input.dataset.name]);
+    else if (input.value !== String(settings[input.dataset.name])) input.value = settings[input.dataset.name];
+    if (input.tagName === "SELECT" && input.selectedIndex < 0) input.selectedIndex = 0; // a value of another model
+  }
+}
+
+function changeSetting(app, input) {
+  const isValid = input.checkValidity();
+  input.setAttribute("aria-invalid", String(!isValid));
+  if (!isValid) return;
+  app.settings[input.dataset.name] = input.type === "checkbox" ? input.checked : input.value;
+  write("settings", app.settings);
+  if (input.tagName === "SELECT") showSettings(app.settings);
+  if (input.dataset.name === "system" || input.dataset.name in THINKING) app.thread.measure();
+}
+
 /** Return the fields that ask for token details, if the page shows them. */
 export function detailFields(app, kind) {
   if (!app.showsTokens) return {};
@@ -51,24 +87,22 @@ export class SettingsPanel {
     const isTranslation = model.kind === "encoder-decoder"; // its settings are next to the text
     this.element.replaceChildren(
       model.has_chat_template && !isTranslation ? this.#area("system", "System prompt", "How the model should answer", 4) : "",
+      ...(model.has_chat_template ? thinkingChoices(this.app).map(([label, hint, select]) => this.#field(label, hint, select)) : []),
       isTranslation ? "" : h("section", {}, h("h3", {}, "Sampling"), ...SAMPLING.map((field) => this.#number(field)), this.#area("stop", "Stop strings", "One per line; \\n is a line break", 2)),
       h("section", {}, h("h3", {}, isTranslation ? "Requests" : "Cache and requests"), ...(isTranslation ? [] : this.#cacheFields(model)), this.#number(TIMEOUT)),
       h("div", { class: "row" }, h("button", { type: "button", class: "ghost small", onclick: () => this.#reset() }, "Reset to defaults")),
       h("section", {}, h("h3", {}, "Model and cache"), facts(model), h("p", { class: "hint" }, "Policy, number format and budget are those of the one cache that all requests share. They are set when the server starts: ", ...["--policy", "--cache-dtype", "--num-blocks"].flatMap((name) => [h("code", {}, name), " "]), "of kvad serve.")),
     );
-    for (const input of this.element.querySelectorAll("[data-name]")) {
-      if (input.type === "checkbox") input.checked = Boolean(settings[input.dataset.name]);
-      else input.value = settings[input.dataset.name];
-    }
+    showSettings(settings);
   }
 
   #number([name, label, hint, attributes]) {
-    return this.#field(label, hint, h("input", { type: "number", inputmode: "decimal", dataset: { name }, oninput: (event) => this.#change(event.target), ...attributes }));
+    return this.#field(label, hint, h("input", { type: "number", inputmode: "decimal", dataset: { name }, oninput: (event) => changeSetting(this.app, event.target), ...attributes }));
   }
 
   /** Fields of the cache that each request may choose. */
   #cacheFields(model) {
-    const events = { oninput: (event) => this.#change(event.target) };
+    const events = { oninput: (event) => changeSetting(this.app, event.target) };
     const modes = OVERFLOW.map(([value, label]) => h("option", { value }, label));
     return [
       this.#field("When the cache is full", "An answer that needs more blocks than are free", h("select", { dataset: { name: "overflow" }, ...events }, ...modes)),
@@ -83,16 +117,7 @@ export class SettingsPanel {
 
   #area(name, label, hint, rows) {
     return h("label", { class: "field tall" }, h("span", {}, h("b", {}, label), h("small", {}, hint)),
-      h("textarea", { rows, dataset: { name }, oninput: (event) => this.#change(event.target) }));
-  }
-
-  #change(input) {
-    const isValid = input.checkValidity();
-    input.setAttribute("aria-invalid", String(!isValid));
-    if (!isValid) return;
-    this.app.settings[input.dataset.name] = input.type === "checkbox" ? input.checked : input.value;
-    write("settings", this.app.settings);
-    if (input.dataset.name === "system") this.app.thread.measure();
+      h("textarea", { rows, dataset: { name }, oninput: (event) => changeSetting(this.app, event.target) }));
   }
 
   #reset() {

@@ -2,14 +2,17 @@
 
 const PREFIX = "kvad.";
 const INDEX = `${PREFIX}conversations`;
+const ONE = `${PREFIX}c.`;
 
 export const DEFAULTS = {
   temperature: 0.7, top_p: "", top_k: "", min_p: "", max_tokens: 512, seed: "", stop: "", system: "", repetition_penalty: "",
-  overflow: "", cache_salt: "", session: false, timeout: "",
+  overflow: "", cache_salt: "", session: false, timeout: "", enable_thinking: "", thinking: "", reasoning_effort: "",
 };
 
 /** Token details of messages (texts, log-probabilities, ids), by message; kept until the page is reloaded. */
 export const tokenDetails = new Map();
+
+const removed = new Set(); // ids of conversations that were deleted; what still runs does not save them
 
 let onFull = () => {};
 export function whenFull(callback) { onFull = callback; }
@@ -61,7 +64,7 @@ export function load(id) {
 
 /** Save a conversation; one without content is not stored. */
 export function save(conversation) {
-  if (isEmpty(conversation)) return;
+  if (isEmpty(conversation) || removed.has(conversation.id)) return;
   if (!write(`c.${conversation.id}`, conversation)) return;
   const { id, title, mode, updated } = conversation;
   write("conversations", [{ id, title, mode, updated }, ...list().filter((each) => each.id !== id)]);
@@ -74,6 +77,7 @@ export function touch(conversation) {
 }
 
 export function remove(id) {
+  removed.add(id);
   localStorage.removeItem(`${PREFIX}c.${id}`);
   write("conversations", list().filter((each) => each.id !== id));
 }
@@ -82,15 +86,26 @@ export function isEmpty(conversation) {
   return !conversation.nodes.root.children.length && !conversation.text;
 }
 
+export function restore(conversation) {
+  removed.delete(conversation.id);
+  save(conversation);
+}
+
 function titleOf(conversation) {
   const first = path(conversation)[0]?.content ?? conversation.text;
   const line = first.trim().split("\n")[0].replace(/[#*_`>]/g, "").trim();
   return line.length > 48 ? `${line.slice(0, 47).trimEnd()}…` : line;
 }
 
-/** Another tab has changed the list of conversations. */
+/** Another tab has changed the list of conversations (null), or one of them (its id). */
 export function onOtherTab(callback) {
-  addEventListener("storage", (event) => { if (event.key === INDEX) callback(); });
+  addEventListener("storage", (event) => {
+    if (event.key === INDEX) callback(null);
+    if (!event.key?.startsWith(ONE)) return;
+    const id = event.key.slice(ONE.length);
+    if (event.newValue === null) removed.add(id); else removed.delete(id);
+    callback(id);
+  });
 }
 
 // ---------------------------------------------------------------- the tree

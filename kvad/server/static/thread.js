@@ -1,10 +1,10 @@
 // The chat: messages of the selected branch, their tools, and the generation of answers.
 
 import { ApiError, Run, post } from "./api.js";
-import { byId, coalesce, copyButton, count, debounce, duration, h, icon, iconButton, autoGrow } from "./dom.js";
+import { byId, coalesce, copyButton, count, debounce, duration, h, icon, iconButton, autoGrow, setChildren, setText } from "./dom.js";
 import { TokenView } from "./inspect.js";
 import { MarkdownView } from "./markdown.js";
-import { detailFields, requestFields } from "./settings.js";
+import { detailFields, requestFields, templateFields, thinkingChoices } from "./settings.js";
 import * as store from "./store.js";
 
 const TOUCH = matchMedia("(pointer: coarse)"); // a keyboard on the screen has no Shift with Enter: it breaks the line
@@ -25,6 +25,7 @@ export class Thread {
     this.list = byId("thread");
     this.input = byId("message");
     this.meter = new Meter(byId("chat-meter"), app.model.max_model_len);
+    byId("chat-meter").append(h("span", { class: "choices" }, ...thinkingChoices(app).map(([label, hint, select]) => h("label", { title: hint }, label, select))));
     this.examples = this.#buildExamples();
     this.toEnd = h("div", { class: "to-end", hidden: true }, iconButton("end", "To the end", () => this.#toEnd()));
     this.list.addEventListener("scroll", () => this.#updateToEnd());
@@ -33,7 +34,9 @@ export class Thread {
     this.measure = debounce(() => this.#measure(), 450);
     byId("composer").addEventListener("submit", (event) => { event.preventDefault(); this.#submit(); });
     this.input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !TOUCH.matches) { event.preventDefault(); this.#submit(); }
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || TOUCH.matches) return;
+      event.preventDefault();
+      if (!this.#active) this.#submit(); // the next message waits; the button and Esc stop an answer
     });
     this.input.addEventListener("input", () => { autoGrow(this.input, 220); this.measure(); this.#saveDraft(); });
     this.input.value = store.read("draft", "");
@@ -54,6 +57,7 @@ export class Thread {
     this.#editing = null;
     this.render();
     this.#toEnd();
+    autoGrow(this.input, 220);
     this.measure();
   }
 
@@ -64,7 +68,7 @@ export class Thread {
     if (!messages.length) elements.push(this.#emptyState());
     byId("view-chat").classList.toggle("is-empty", !messages.length);
     this.examples.hidden = messages.length > 0;
-    this.list.replaceChildren(...elements, this.toEnd);
+    setChildren(this.list, [...elements, this.toEnd]);
     this.#renderSend();
     this.#updateToEnd();
   }
@@ -117,14 +121,14 @@ export class Thread {
     const active = this.#active?.node === node ? this.#active.run : null;
     if (this.#editing === node.id) return;
     if (node.role === "user") {
-      view.text.textContent = node.content;
+      setText(view.text, node.content);
     } else {
       const details = store.tokenDetails.get(node.id);
       const showsTokens = this.app.showsTokens && details?.length > 0;
       view.text.hidden = showsTokens;
       view.thoughts.hidden = showsTokens || !node.reasoning;
-      view.reasoning.textContent = node.reasoning ?? "";
-      view.summary.textContent = active && !node.content ? "Thinking…" : "Thoughts";
+      setText(view.reasoning, node.reasoning ?? "");
+      setText(view.summary, active && !node.content ? "Thinking…" : "Thoughts");
       view.tokens.element.hidden = !showsTokens;
       if (showsTokens) view.tokens.update(details);
       else view.markdown.update(node.content);
@@ -145,7 +149,7 @@ export class Thread {
     const parts = [];
     if (!active && error) {
       parts.push(errorBox(error, { label: node.content ? "Continue" : "Try again", run: () => (node.content ? this.#continue(node) : this.#regenerate(node)) }));
-    } else if (isEnd && finish === "length" && !(node.meta.stats?.tokens >= node.meta.limit)) {
+    } else if (isEnd && finish === "length" && !(node.meta.limit !== null && node.meta.stats?.tokens >= node.meta.limit)) {
       parts.push(notice("Stopped: the context is full. Start a new chat, or shorten this one.", null));
     } else if (isEnd && finish === "length") {
       parts.push(notice(`Stopped at the limit of ${count(node.meta.limit ?? 0)} new tokens.`, node.content ? "Continue" : "Try again", () => (node.content ? this.#continue(node) : this.#regenerate(node))));
@@ -212,7 +216,7 @@ export class Thread {
     this.#answer(store.path(conversation).at(-1));
   }
 
-  stop() { this.#active?.run.stop(); }
+  stop(id = this.app.conversation.id) { this.#runs.get(id)?.run.stop(); }
 
   #switchBranch(node, step) {
     store.select(this.app.conversation, node, step);
@@ -227,14 +231,22 @@ export class Thread {
   #regenerate(node) { this.#answer(this.app.conversation.nodes[node.parent]); }
 
   #edit(node) {
+    const other = this.#editing;
     this.#editing = node.id;
+    if (other) { this.#views.delete(other); this.render(); }
     const view = this.#views.get(node.id);
     const area = h("textarea", { class: "edit", "aria-label": "Edit the message", value: node.content });
-    const end = () => { this.#editing = null; this.#views.delete(node.id); this.render(); };
+    const end = () => {
+      this.#editing = null;
+      this.#views.delete(node.id);
+      this.render();
+      this.#views.get(node.id)?.foot.querySelector("[aria-label=Edit]")?.focus();
+    };
     const accept = () => {
       const text = area.value.trim();
       if (!text || text === node.content.trim()) { end(); return; }
       const copy = store.add(this.app.conversation, node.parent, node.role, text);
+      copy.reasoning = node.reasoning;
       end();
       if (node.role === "user") this.#answer(copy);
       else { store.touch(this.app.conversation); this.app.refreshList(); this.measure(); }
@@ -266,15 +278,17 @@ export class Thread {
   async #generate(node, isContinued) {
     const { conversation, settings } = this.app;
     const messages = this.#messages(conversation, isContinued ? node : conversation.nodes[node.parent], settings);
+    if (isContinued && node.reasoning) messages.at(-1).reasoning_content = node.reasoning; // templates write them before the answer
     const before = isContinued ? node.content : "";
     const thoughts = (isContinued && node.reasoning) || "";
     const details = isContinued && store.tokenDetails.has(node.id) ? [...store.tokenDetails.get(node.id)] : [];
-    const body = { model: this.app.model.id, messages, ...requestFields(this.app, conversation), ...detailFields(this.app, "chat") };
+    const body = { model: this.app.model.id, messages, ...requestFields(this.app, conversation), ...templateFields(this.app), ...detailFields(this.app, "chat") };
     if (isContinued) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
-    node.meta = { limit: body.max_tokens };
+    node.meta = { limit: body.max_tokens, variables: templateFields(this.app) };
     const update = coalesce(() => this.#onUpdate(entry), 50);
     const run = new Run("v1/chat/completions", body, update);
     const entry = { run, conversation, node, before, thoughts, details, saved: performance.now() };
+    this.stop(conversation.id); // an edited message was sent while another answer was written
     this.#runs.set(conversation.id, entry);
     this.app.addRequest(run.id, conversation);
     store.touch(conversation);
@@ -302,8 +316,9 @@ export class Thread {
     this.meter.add(run.numTokens);
   }
 
-  #end({ run, conversation, node }) {
-    this.#runs.delete(conversation.id);
+  #end(entry) {
+    const { run, conversation, node } = entry;
+    if (this.#runs.get(conversation.id) === entry) this.#runs.delete(conversation.id);
     node.meta.stats = run.stats();
     node.meta.finish = run.state === "stopped" ? "stopped" : run.finish;
     node.meta.error = run.error ? errorFields(run.error) : null;
@@ -328,7 +343,7 @@ export class Thread {
   async #contextOf(node) {
     const { conversation, settings, model } = this.app;
     const messages = this.#messages(conversation, conversation.nodes[node.parent], settings);
-    const prompt = await post("tokenize", { model: model.id, messages, return_token_strs: true });
+    const prompt = await post("tokenize", { model: model.id, messages, ...node.meta.variables, return_token_strs: true });
     const answer = store.tokenDetails.get(node.id).filter((token) => token.id !== null);
     return { ids: [...prompt.tokens, ...answer.map((token) => token.id)], texts: [...prompt.token_strs, ...answer.map((token) => token.text)], start: prompt.tokens.length };
   }
@@ -346,7 +361,7 @@ export class Thread {
   async #count(messages) {
     const { model } = this.app;
     try {
-      this.meter.set((await post("tokenize", { model: model.id, messages })).count);
+      this.meter.set((await post("tokenize", { model: model.id, messages, ...templateFields(this.app) })).count);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error; // the text cannot be counted: sending it will tell why
     }
@@ -389,7 +404,7 @@ export class Meter {
 
 /** Return the nodes of a line such as "42 tokens/s, first after 180 ms". */
 export function statsText(stats, isLive) {
-  if (!stats || (!stats.tokens && isLive)) return isLive ? [h("span", { class: "dots", "aria-label": "Waiting for the first token" }, h("i"), h("i"), h("i"))] : [];
+  if (!stats || (!stats.tokens && isLive)) return isLive ? [h("span", { class: "dots", role: "img", "aria-label": "Waiting for the first token" }, h("i"), h("i"), h("i"))] : [];
   const parts = [];
   if (stats.rate) parts.push([`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tokens/s`, "Tokens per second after the first one"]);
   if (stats.first !== null) parts.push([`first after ${duration(stats.first)}`, "Time to the first token, waiting and the prompt's computation included"]);
