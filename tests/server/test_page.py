@@ -402,7 +402,8 @@ def test_a_running_answer(page, server):
     # A conversation that is deleted while it is written stays deleted, also when another one is shown.
     page.click("#new-conversation")
     page.click("#conversations .more")
-    page.click("text=Delete")
+    with page.expect_event("requestfailed"):  # it is stopped
+        page.click("text=Delete")
     server.wait_for(lambda state: not state["sequences"])
     page.wait_for_timeout(100)
     assert items.count() == 0 and page.evaluate("localStorage.getItem('kvad.conversations')") == "[]"
@@ -417,9 +418,10 @@ def test_ends_of_an_answer(page):
     delta = {"choices": [{"index": 0, "delta": {"content": "**A"}}]}
     full = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
     failed = {"error": {"message": "it <b>failed", "code": "engine_error"}}
+    bodies = []
+    page.route("**/chat/completions", lambda route: route.fulfill(body=bodies[-1]))
     for last, texts in ((full, ["the context is full"]), (failed, ["It <b>failed.", "Continue"])):
-        body = "".join(f"data: {json.dumps(each)}\n\n" for each in (delta, last)) + "data: [DONE]\n\n"
-        page.route("**/chat/completions", lambda route, body=body: route.fulfill(body=body))
+        bodies.append("".join(f"data: {json.dumps(each)}\n\n" for each in (delta, last)) + "data: [DONE]\n\n")
         page.fill("#message", "hello")
         page.press("#message", "Enter")
         page.wait_for_selector("#send:not(.stop)")
