@@ -1,8 +1,8 @@
 """``kvad bench speculative``: greedy generation with and without speculative decoding, by turns.
 
 Two engines with the same weights generate after the same prompt. Speed is measured from the first new token on, and is
-a median over the repeats; drafts are counted over all of them. ``SpeculativeConfig.adaptive`` is as given, so the
-engine may stop drafting where that is faster, as in a server.
+a median over the repeats; drafts are counted over all of them. ``SpeculativeConfig.adaptive`` is off: the engine drafts
+in every step, also where it would stop drafting in a server because that is faster.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def bench_speculation(
     """
     config = llm.engine.config
     assert config.speculative is not None
+    speculative = replace(config.speculative, adaptive=False)
     start, limit = llm.encode(prompt), llm.model.config.max_seq_len
     for name, number, least in (("new_tokens", new_tokens, 2), ("repeats", repeats, 1)):
         if number < least:
@@ -77,8 +78,9 @@ def bench_speculation(
         raise RequestError(message, f"--new-tokens up to {limit - len(start)}")
     cache = replace(llm.cache_config, max_num_seqs=1, max_seq_len=len(start) + new_tokens, num_blocks=None)
     plain = replace(config, speculative=None, draft_model=None)
+    drafting = replace(config, speculative=speculative)
     with ExitStack() as stack:
-        engines = [Engine(llm.model, cache, each, tokenizer=llm.tokenizer) for each in (plain, config)]
+        engines = [Engine(llm.model, cache, each, tokenizer=llm.tokenizer) for each in (plain, drafting)]
         for engine in engines:
             stack.callback(engine.close)
             _generate(engine, start, min(WARM_TOKENS, new_tokens), "warm")
@@ -96,7 +98,7 @@ def bench_speculation(
         commit=commit_id(),
         dtype=llm.model.dtype_name,
         parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
-        speculative=config.speculative,
+        speculative=speculative,
         prompt=len(start),
         new_tokens=new_tokens,
         repeats=repeats,
