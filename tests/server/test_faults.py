@@ -229,6 +229,7 @@ class NoEngine:
     """A model that detokenizes, and an engine that answers when the test allows it."""
 
     tokenizer, failure, streams = None, None, ()
+    chat_templates = SimpleNamespace(find=lambda adapter: None)
 
     def __init__(self):
         self.info, self.request_ids = {"adapters": {}}, {}

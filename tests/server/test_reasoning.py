@@ -394,12 +394,12 @@ def test_calls_of_a_response_are_one_message_of_the_conversation():
 
 
 def test_tokens_of_messages_are_those_of_a_chat(thinker):
-    for fields in ({}, {"chat_template_kwargs": {"thinks": True}}, {"reasoning_effort": "high"}):
+    for fields in ({}, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"}):
         body = {"messages": [*USER, {"role": "assistant", "content": "x", "reasoning": "so"}], **fields}
         count = thinker.post("/tokenize", **body).json()["count"]
         assert count == thinker.post(CHAT, **body, max_tokens=1).json()["usage"]["prompt_tokens"]
         assert count - thinker.post("/tokenize", messages=body["messages"]).json()["count"] == 2 * bool(fields)
-    for name, value in (("chat_template_kwargs", {"thinks": True}), ("reasoning_effort", "high")):
+    for name, value in (("chat_template_kwargs", {"enable_thinking": True}), ("reasoning_effort", "high")):
         reply = thinker.post("/tokenize", prompt="x", **{name: value})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
 
