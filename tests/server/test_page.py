@@ -705,7 +705,7 @@ def test_thinking_is_a_setting(open_page, thinker):
 
     # An answer is continued, and edited, with its thoughts.
     with page.expect_request("**/chat/completions") as request:
-        page.get_by_text("Continue").click()
+        page.get_by_role("button", name="Continue").click()
     assert request.value.post_data_json["messages"][-1] == {
         "role": "assistant", "content": "A", "reasoning_content": "X",
     }  # fmt: skip
