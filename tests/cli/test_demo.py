@@ -73,7 +73,7 @@ def test_make_run_installs_in_few_lines():
 
 def test_demo(kvad, out):
     result = kvad("demo --minutes 0.05 --repeats 1 --out", out)
-    assert result.code == 0
+    assert result.code == 0, result.out
     for words in ("three files", "validation loss", repr(demo.PROMPT), "verdict: exact", "speedup", "kvad chat"):
         assert words in result.out, words
     record = json.loads((out / "demo.json").read_text())
