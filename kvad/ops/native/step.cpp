@@ -204,7 +204,9 @@ int kvad_step(Model* model, const Step* step) {
   if (needed > model->scratch_bytes) {
     kvad_free(model);
     const bool is_large = needed > 2 * HUGE_PAGE;
-    model->scratch = static_cast<char*>(std::aligned_alloc(is_large ? HUGE_PAGE : 4096, needed));
+    const int64_t alignment = is_large ? HUGE_PAGE : 4096;
+    // The size has to be a multiple of the alignment; what is added is never touched.
+    model->scratch = static_cast<char*>(std::aligned_alloc(alignment, round_up(needed, alignment)));
     if (!model->scratch) return 1;
 #ifdef __linux__
     if (is_large) madvise(model->scratch, needed, MADV_HUGEPAGE);  // fewer page faults and TLB misses
