@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,7 @@ class _Endpoint:
             await error_response(converted)(scope, receive, send)
             return
         if isinstance(result, EventStream):
-            await send_events(scope, send, first, result.events, deadline, headers, body.field_names())
+            await send_events(scope, send, first, result, deadline, headers, body.field_names())
         else:
             await json_response(result, headers=headers)(scope, receive, send)
 
@@ -172,12 +172,12 @@ async def send_events(
     scope: Scope,
     send: Send,
     first: bytes,
-    events: AsyncIterator[bytes],
+    stream: EventStream,
     deadline: float | None,
     headers: Mapping[str, str],
     names: Mapping[str, str],
 ) -> None:
-    """Send events as they come; an error becomes an event, and the stream ends.
+    """Send events as they come; an error becomes the last events of the stream.
 
     ``names``: those that errors have instead of the names of the request's fields (``errors.rename_fields``).
     """
@@ -194,7 +194,7 @@ async def send_events(
         }
     )
     last = b""
-    async with aclosing(events) as rest:  # type: ignore[type-var]
+    async with aclosing(stream.events) as rest:  # type: ignore[type-var]
         try:
             if first:
                 await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -202,8 +202,7 @@ async def send_events(
                 async for data in rest:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            converted = errors.rename_fields(_api_error(error, scope), names)
-            last = generation.event(converted.body()) + generation.DONE
+            last = stream.failed(errors.rename_fields(_api_error(error, scope), names))
     with suppress(TimeoutError):  # of a client that reads nothing, which would keep its place for ever
         async with asyncio.timeout(LAST_SECONDS):
             await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -257,9 +256,7 @@ class _Getter:
             await Response(media_type="text/event-stream")(scope, receive, send)
         elif isinstance(result, EventStream):
             with suppress(ConnectionError):
-                await generation.cancel_on_disconnect(
-                    receive, send_events(scope, send, b"", result.events, None, {}, {})
-                )
+                await generation.cancel_on_disconnect(receive, send_events(scope, send, b"", result, None, {}, {}))
         else:
             await (result if isinstance(result, Response) else json_response(result))(scope, receive, send)
 

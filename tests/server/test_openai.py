@@ -328,6 +328,18 @@ def test_an_error_inside_a_stream_is_raised(client):
         list(stream)
 
 
+def test_an_error_inside_the_stream_of_a_response_is_an_event(client):
+    """As in OpenAI's API: ``error``, then ``response.failed`` with the text that was generated."""
+    form = {"type": "json_schema", "name": "long", "schema": {"type": "string", "minLength": 3000}}
+    body = {"model": "tiny", "input": "x", "max_output_tokens": 4000, "text": {"format": form}}
+    *events, error, failed = client.responses.create(**body, stream=True, extra_body={"timeout": 0.3})
+    assert (error.type, error.code, error.param) == ("error", "timeout", None) and "time limit" in error.message
+    assert (failed.type, failed.response.status, failed.response.error.code) == ("response.failed", "failed", "timeout")
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text and failed.response.output_text == text and failed.response.output[0].status == "incomplete"
+    assert [event.sequence_number for event in (*events, error, failed)] == list(range(len(events) + 2))
+
+
 def test_retry_after_is_honored(server):
     """While a key has its maximum of requests, the next one gets a 429; the package tries again after a second."""
     limit = LIMITS["max_requests_per_key"]

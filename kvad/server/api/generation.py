@@ -115,13 +115,6 @@ class ApiContext:
         return f"{owner}\0{cache_salt or ''}" if owner or cache_salt else ""
 
 
-@dataclass(frozen=True)
-class EventStream:
-    """Response of server-sent events; ``events`` yields whole events."""
-
-    events: AsyncIterator[bytes]
-
-
 def new_id(prefix: str, request_id: str | None = None) -> str:
     return f"{prefix}-{request_id or uuid.uuid4().hex}"
 
@@ -131,6 +124,19 @@ def event(fields: Mapping[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def error_events(error: ApiError) -> bytes:
+    """Return the last events of a stream that fails."""
+    return event(error.body()) + DONE
+
+
+@dataclass(frozen=True)
+class EventStream:
+    """Response of server-sent events; ``events`` yields whole events, ``failed`` returns the last ones of a failure."""
+
+    events: AsyncIterator[bytes]
+    failed: Callable[[ApiError], bytes] = error_events
 
 
 # ---------------------------------------------------------------- options

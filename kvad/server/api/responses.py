@@ -9,7 +9,7 @@ from typing import Any
 from kvad.engine import StreamChunk
 from kvad.server.api import generation
 from kvad.server.api.chat import submit_chat
-from kvad.server.api.errors import invalid
+from kvad.server.api.errors import ApiError, invalid
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
 from kvad.server.api.reasoning import AnswerParser
 from kvad.server.api.schema import ChatBody, ResponsesBody, validate
@@ -32,7 +32,7 @@ async def create_response(context: ApiContext, body: ResponsesBody, key: str) ->
     with group.cancel_on_error():
         answer = _Answer(context, body, group, parser)
     if body.stream:
-        return EventStream(answer.events())
+        return EventStream(answer.events(), answer.failed)
     chunks = (await group.all_chunks())[0]
     answer.add(chunks, is_last=True)
     group.observe()
@@ -160,13 +160,13 @@ class _Answer:
 
     def response(self, finish_reason: str | None) -> dict[str, Any]:
         """Return the response object; ``finish_reason`` None: it is in progress."""
-        status = {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed")
+        status = {None: "in_progress", "length": "incomplete", "error": "incomplete"}.get(finish_reason, "completed")
         for index in self._open.values():
             self._items[index]["status"] = status
         usage = self._group.usage()
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if finish_reason == "length" else None,
             "instructions": self._body.instructions, "max_output_tokens": self._body.max_output_tokens,
             "model": self._group.model_name, "output": [] if finish_reason is None else self._items,
             "parallel_tool_calls": self._body.parallel_tool_calls is not False, "previous_response_id": None,
@@ -203,6 +203,12 @@ class _Answer:
             yield self._end(finish)
         finally:
             self._group.cancel()
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the last events of a response that fails: the error, and the response with what was generated."""
+        reason = {"code": error.code, "message": error.message}
+        response = {**self.response("error"), "status": "failed", "error": reason}
+        return self._event("error", **reason, param=error.param) + self._event("response.failed", response=response)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._sequence += 1
