@@ -19,6 +19,7 @@ from tests.server.test_tools import FORMS, PLAIN, F, G, _skip_check, compiler_of
 from tests.support.server import END_THINK, THINK, THINKING_CALL, forced, parse_events
 
 THINKING = FORMATS[-1]
+GRANITE_SENTENCE = "Here is my thought process:"
 CALLS = f"<tool_call>{PLAIN}</tool_call>"
 A, C, FINAL = "<|channel|>analysis<|message|>", "<|channel|>commentary<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
@@ -129,6 +130,7 @@ def test_thoughts_and_content_are_passed_on_at_once():
         ("{{ '<|start|>' + role + '<|channel|>analysis<|message|>' }}", HARMONY_CHANNELS.start),
         ("{{ '<|channel>thought\\n<channel|>' }}", "<|channel>thought"),
         ("{% if '<|channel>' in part %}", "<|channel>thought"),
+        ("thoughts after 'Here is my thought process:', the response after 'Here is my response:'", GRANITE_SENTENCE),
         ("{{ content.split('</think>')[-1] }}", None),
     ],
 )

@@ -86,6 +86,7 @@ FORMATS = (
     ReasoningFormat(
         "<think>", "</think>", "<response></response>", answer=("<response>", "</response>")
     ),  # Granite 3.3
+    ReasoningFormat("Here is my thought process:", "Here is my response:"),  # Granite 3.2
     ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
     ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
