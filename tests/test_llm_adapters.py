@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from kvad import api
-from kvad.checkpoint.adapter import adapter_format, base_fingerprint, save_adapter
-from kvad.checkpoint.loader import open_checkpoint
-from kvad.checkpoint.peft import trainable_linears
 from kvad.cli.commands.serve import _adapters
 from kvad.errors import RequestError, StorageError, UsageError
 from kvad.llm import LLM
-from kvad.model.lora import LoraFactors
 from kvad.server import AsyncLLM, ServerConfig, serve
 from kvad.server.api import ApiContext
 from kvad.server.app import build_app
 from kvad.server.metrics import ServerMetrics
-from tests.support.cli_checkpoints import run, write_model
+from tests.support.cli_checkpoints import run, write_adapter, write_model
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 PROMPT = "def sing(poem, voice):"
@@ -33,15 +29,9 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
 def folders(tmp_path_factory):
     """Return the folders of a base and of two adapters; b has a chat template, and a token that ends a turn."""
     folder = tmp_path_factory.mktemp("models")
-    base = open_checkpoint(write_model(folder / "base"))
-    form = adapter_format(base, str(folder / "base"), base_fingerprint(base))
-    shapes = trainable_linears(base.config)
-    for name, rank in RANKS.items():
-        torch.manual_seed(rank)
-        names = [layer for layer in shapes if name == "b" or layer.endswith((".q", ".down"))]
-        factors = {n: LoraFactors(torch.randn(rank, shapes[n][1]), torch.randn(shapes[n][0], rank), 0.5) for n in names}
-        save_adapter(folder / name, form, factors, rank=rank, alpha=rank / 2, use_rslora=False, dropout=0.0)
-    (folder / "b" / "chat_template.jinja").write_text(TEMPLATE)
+    base = write_model(folder / "base")
+    write_adapter(folder / "a", base, RANKS["a"], uses=lambda layer: layer.endswith((".q", ".down")))
+    write_adapter(folder / "b", base, RANKS["b"], template=TEMPLATE)
     return folder
 
 

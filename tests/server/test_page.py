@@ -18,6 +18,7 @@ from kvad.server.app import PAGE_FILES, PAGE_HEADERS, STATIC
 from kvad.server.routing import merge_replies
 from kvad.train.monitoring.metrics import MetricsFile, read_metrics
 from tests.server.conftest import KEYS
+from tests.support.cli_checkpoints import write_adapter
 from tests.support.server import END_THINK, THINK, ServerProcess, forced, open_stream, parse_events, write_translator
 
 FILES = {name: (STATIC / name).read_text("utf-8") for name in PAGE_FILES.values()}
@@ -728,6 +729,42 @@ def test_thinking_is_a_setting(open_page, thinker):
     assert page.evaluate("document.activeElement.id") == "close-inspector"
     page.click("text=Reset to defaults")
     assert below.get_by_label("Reasoning effort").input_value() == ""
+
+
+def test_adapters_are_models(start_server, open_page, model, tmp_path):
+    """The base or an adapter is chosen above the theme; answers say which one wrote them."""
+    write_adapter(tmp_path / "law", model, 2)
+    template = "{% if enable_thinking %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    write_adapter(tmp_path / "sql", model, 3, template=template)
+    adapters = [part for name in ("law", "sql") for part in ("--adapter", f"{name}={tmp_path / name}")]
+    server = start_server(*adapters, "--attention", "--session-dir", tmp_path / "sessions")
+    page = open_page(server)
+    choice = page.get_by_label("Model", exact=True)
+    assert choice.locator("option").all_inner_texts() == ["tiny", "law (adapter)", "sql (adapter)"]
+    page.click("#tab-settings")
+    page.fill("[data-name=max_tokens]", "3")
+    page.check("[data-name=session]")
+    sessions = []
+    for name in ("tiny", "law"):
+        choice.select_option(name)
+        page.fill("#message", "hi")
+        with page.expect_request("**/chat/completions") as request, page.expect_request("**/tokenize") as counted:
+            page.press("#message", "Enter")
+        page.wait_for_selector("#send:not(.stop)")
+        assert request.value.post_data_json["model"] == counted.value.post_data_json["model"] == name
+        assert page.locator("article.assistant .stats").last.inner_text().startswith(name)
+        assert page.locator("article .error").count() == 0
+        sessions.append(request.value.post_data_json["session"])
+    assert sessions[1] == f"{sessions[0]}-law", "a session of the base is not continued by an adapter"
+    assert page.locator("article.assistant .stats").first.inner_text().startswith("tiny")
+    assert "Adapter\nlaw\nBase\ntiny" in page.locator(".facts").inner_text()
+    page.click("#tab-attention")
+    page.get_by_text("those of the base model: choose tiny").wait_for()
+    check_themes(page, "settings")
+
+    choice.select_option("sql")  # its template reads other variables: the page is built again
+    page.locator("#composer").get_by_label("Thinking").wait_for()
+    assert choice.input_value() == "sql"
 
 
 def test_translation_and_training(open_page, tmp_path):

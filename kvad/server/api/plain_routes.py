@@ -38,7 +38,10 @@ def describe_model(context: ApiContext, adapter: str = "") -> dict[str, Any]:
             name: info[name]
             for name in ("max_num_seqs", "block_size", "num_blocks", "policy", "formats", "dtype", "num_layers")
         },
-        "features": {"attention": context.config.attention, "sessions": context.config.session_dir is not None},
+        "features": {
+            "attention": context.config.attention and not adapter,
+            "sessions": context.config.session_dir is not None,
+        },
     }
 
 

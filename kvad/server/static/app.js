@@ -16,6 +16,9 @@ const DARK = matchMedia("(prefers-color-scheme: dark)");
 const SEARCH_FROM = 8; // conversations from which on they can be searched
 const NAMES = { chat: "Chat", completion: "Completion", translate: "Translation" };
 
+/** What the page is built from, of a model. */
+const traits = ({ kind, has_chat_template, thinking }) => JSON.stringify([kind, has_chat_template, thinking]);
+
 class App {
   #requests = new Map(); // request id -> conversation id
   conversation = null;
@@ -55,7 +58,9 @@ class App {
   async #loadModel() {
     for (;;) {
       try {
-        this.model = (await get("v1/models")).data[0];
+        this.models = (await get("v1/models")).data; // the base, and its adapters
+        const chosen = store.read("model", "");
+        this.model = this.models.find(({ id }) => id === chosen) ?? this.models[0];
         return;
       } catch (error) {
         document.body.classList.remove("loading");
@@ -140,7 +145,7 @@ class App {
   #buildPanels() {
     this.cache = new CachePanel(byId("panel-cache"), this);
     this.attention = new AttentionPanel(byId("panel-attention"), this);
-    new SettingsPanel(byId("panel-settings"), this);
+    this.settingsPanel = new SettingsPanel(byId("panel-settings"), this);
     const training = byId("panel-training");
     this.training = new TrainingPanel(training, this, (isLive) => {
       byId("tab-training").hidden = false;
@@ -188,7 +193,7 @@ class App {
 
   #buildSidebar() {
     const { model } = this;
-    byId("model-card").append(h("b", { title: model.id }, model.id), h("span", {}, `${model.kind}, ${count(model.max_model_len)} tokens`));
+    byId("model-card").append(this.#modelName(), h("span", {}, `${model.kind}, ${count(model.max_model_len)} tokens`));
     byId("new-conversation").addEventListener("click", () => this.#newConversation());
     byId("new-conversation").hidden = model.kind === "encoder-decoder";
     if (model.kind === "encoder-decoder") byId("no-conversations").textContent = "The last translation is kept in this browser.";
@@ -201,6 +206,24 @@ class App {
     group.append(...THEMES.map(([name, label]) => h("button", { type: "button", role: "radio", dataset: { theme: name }, "aria-label": label, title: label, onclick: () => { store.write("theme", name); this.#setTheme(name); } }, icon(name))));
     arrowKeys(group, "[role=radio]");
     this.#setTheme(store.read("theme", "system"));
+  }
+
+  /** The name of the model, or a choice of the base and its adapters. */
+  #modelName() {
+    if (this.models.length === 1) return h("b", { title: this.model.id }, this.model.id);
+    const options = this.models.map(({ id, parent }) => h("option", { value: id, selected: id === this.model.id }, parent ? `${id} (adapter)` : id));
+    return h("select", { "aria-label": "Model", title: "The base model or one of its adapters; the next answer is of it", onchange: (event) => this.#chooseModel(event.target.value) }, ...options);
+  }
+
+  #chooseModel(id) {
+    const before = this.model;
+    store.write("model", id);
+    this.model = this.models.find((each) => each.id === id);
+    if (traits(before) !== traits(this.model)) { location.reload(); return; } // other modes or other choices
+    document.title = `${id} – kvad`;
+    this.settingsPanel.render();
+    this.attention.clear();
+    this.view.refresh();
   }
 
   #closeSidebar() {
@@ -336,10 +359,10 @@ class App {
       this.#banner(isLost ? "The server cannot be reached. Reconnecting…" : "", h("button", { type: "button", class: "link", onclick: () => connection.retryNow() }, "Try now"));
       document.body.classList.toggle("offline", isLost);
       if (isLost || !this.model) return;
-      const before = this.model;
+      const served = () => JSON.stringify(this.models.map((model) => [model.id, traits(model)]));
+      const before = served();
       await this.#loadModel();
-      const parts = ({ id, kind, has_chat_template, thinking }) => JSON.stringify([id, kind, has_chat_template, thinking]);
-      if (parts(before) !== parts(this.model)) location.reload();
+      if (before !== served()) location.reload();
     });
   }
 }

@@ -53,6 +53,8 @@ export class CompletionView {
     this.measure();
   }
 
+  refresh() { this.render(); this.measure(); }
+
   render() {
     const { conversation, model } = this.app;
     const isActive = Boolean(this.run?.isActive);
@@ -120,7 +122,7 @@ export class CompletionView {
     const take = this.#take;
     const prompt = await this.#tokenize(take.base);
     const written = store.tokenDetails.get(this.#key(take)).filter((token) => token.id !== null);
-    return { ids: [...prompt.tokens, ...written.map((token) => token.id)], texts: [...prompt.token_strs, ...written.map((token) => token.text)], start: prompt.tokens.length - (this.given ?? 0), written: prompt.tokens.length };
+    return { ids: [...prompt.tokens, ...written.map((token) => token.id)], texts: [...prompt.token_strs, ...written.map((token) => token.text)], start: prompt.tokens.length - (this.given ?? 0), written: prompt.tokens.length, model: this.app.model.id };
   }
 
   // -------------------------------------------------------------- actions

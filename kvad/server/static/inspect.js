@@ -109,14 +109,16 @@ export class AttentionPanel {
   clear() {
     this.#request++; // a reply that is still to come
     const { features, kind } = this.app.model;
+    const { parent } = this.app.model;
     const text = kind === "encoder-decoder" ? "Attention weights can be read for decoder models."
+      : parent ? `Attention weights are those of the base model: choose ${parent} to see them.`
       : features.attention ? "Turn on “Tokens” above the text, let the model write, and click a token: its attention to every earlier token appears here, exact, for each layer and head."
         : "Start the server with --attention to read attention weights.";
     this.element.replaceChildren(h("div", { class: "panel-empty" }, h("h3", {}, "What does a token look at?"), h("p", {}, text),
-      features.attention || kind === "encoder-decoder" ? null : h("code", { class: "command" }, "kvad serve MODEL --attention")));
+      features.attention || parent || kind === "encoder-decoder" ? null : h("code", { class: "command" }, "kvad serve MODEL --attention")));
   }
 
-  /** Show the weights of token `index` of the answer; `load` returns {ids, texts, start}. */
+  /** Show the weights of token `index` of the answer; `load` returns {ids, texts, start, model}. */
   async open(load, index) {
     if (!this.app.model.features.attention) { this.clear(); return; }
     this.element.replaceChildren(h("p", { class: "hint" }, "Computing…"));
@@ -140,10 +142,10 @@ export class AttentionPanel {
   }
 
   async #fetch() {
-    const { ids } = this.#context;
+    const { ids, model } = this.#context;
     const number = ++this.#request;
     if (this.#query + 1 > MAX_TOKENS) throw new Error(`Weights are computed for the first ${count(MAX_TOKENS)} tokens of a text only.`);
-    const reply = await post("attention", { prompt: ids.slice(0, this.#query + 1), layer: this.#layer });
+    const reply = await post("attention", { prompt: ids.slice(0, this.#query + 1), layer: this.#layer, model });
     if (number !== this.#request) return; // a later click
     this.#weights = reply.weights;
     if (this.#head >= reply.weights.length) this.#head = -1;

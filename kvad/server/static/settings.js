@@ -30,7 +30,9 @@ export function requestFields({ settings, model }, conversation) {
   const fields = { max_tokens: null, ...numbers(settings, [...SAMPLING, TIMEOUT]) };
   if (settings.overflow) fields.overflow = settings.overflow;
   if (settings.cache_salt) fields.cache_salt = settings.cache_salt;
-  if (settings.session && model.features.sessions) fields.session = conversation.id;
+  if (settings.session && model.features.sessions) { // a session belongs to one adapter
+    fields.session = conversation.id + (model.parent ? `-${model.id.replace(/[^A-Za-z0-9._-]/g, "_")}`.slice(0, 40) : "");
+  }
   const stops = settings.stop.split("\n").filter(Boolean).map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
   if (stops.length) fields.stop = stops;
   return fields;
@@ -131,7 +133,8 @@ function facts(model) {
   const { cache } = model;
   const capacity = cache.num_blocks.length ? cache.num_blocks[0] * cache.block_size : 0;
   const rows = [
-    ["Model", model.id],
+    [model.parent ? "Adapter" : "Model", model.id],
+    ...(model.parent ? [["Base", model.parent]] : []),
     ["Kind", model.kind],
     ["Context", `${count(model.max_model_len)} tokens`],
     ["Cache policy", cache.policy],

@@ -61,6 +61,9 @@ export class Thread {
     this.measure();
   }
 
+  /** Show another model; what is written stays as it is. */
+  refresh() { this.render(); this.measure(); }
+
   /** Rebuild the list of messages; unchanged ones keep their elements. */
   render() {
     const messages = store.path(this.app.conversation);
@@ -173,7 +176,9 @@ export class Thread {
       view.stats = h("span", { class: "stats" });
       view.foot.replaceChildren(...this.#tools(node, index, number, active), view.stats);
     }
-    if (node.role === "assistant") view.stats.replaceChildren(...statsText(stats, Boolean(active)));
+    if (node.role !== "assistant") return;
+    const model = this.app.models.length > 1 && node.meta.model ? [h("span", { title: "Model of this answer" }, node.meta.model)] : [];
+    view.stats.replaceChildren(...model, ...statsText(stats, Boolean(active)));
   }
 
   #tools(node, index, number, active) {
@@ -284,7 +289,7 @@ export class Thread {
     const details = isContinued && store.tokenDetails.has(node.id) ? [...store.tokenDetails.get(node.id)] : [];
     const body = { model: this.app.model.id, messages, ...requestFields(this.app, conversation), ...templateFields(this.app), ...detailFields(this.app, "chat") };
     if (isContinued) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
-    node.meta = { limit: body.max_tokens, variables: templateFields(this.app) };
+    node.meta = { model: body.model, limit: body.max_tokens, variables: templateFields(this.app) };
     const update = coalesce(() => this.#onUpdate(entry), 50);
     const run = new Run("v1/chat/completions", body, update);
     const entry = { run, conversation, node, before, thoughts, details, saved: performance.now() };
@@ -341,11 +346,12 @@ export class Thread {
 
   /** Return ids and texts of all tokens of the context of an answer, and the index of its first token. */
   async #contextOf(node) {
-    const { conversation, settings, model } = this.app;
+    const { conversation, settings } = this.app;
     const messages = this.#messages(conversation, conversation.nodes[node.parent], settings);
-    const prompt = await post("tokenize", { model: model.id, messages, ...node.meta.variables, return_token_strs: true });
+    const model = node.meta.model ?? this.app.model.id;
+    const prompt = await post("tokenize", { model, messages, ...node.meta.variables, return_token_strs: true });
     const answer = store.tokenDetails.get(node.id).filter((token) => token.id !== null);
-    return { ids: [...prompt.tokens, ...answer.map((token) => token.id)], texts: [...prompt.token_strs, ...answer.map((token) => token.text)], start: prompt.tokens.length };
+    return { ids: [...prompt.tokens, ...answer.map((token) => token.id)], texts: [...prompt.token_strs, ...answer.map((token) => token.text)], start: prompt.tokens.length, model };
   }
 
   async #measure() {
