@@ -378,6 +378,14 @@ bool draws(int index) {
     const double top_k = random() % 3 ? 0 : 1 + random() % 60, top_p = random() % 2 ? 1 : 0.001 * (random() % 1000);
     each = {0.01 + 0.002 * (random() % 1000), top_k, top_p, random() % 2 ? 0 : 0.001 * (random() % 1001), 1e-3 * (random() % 1000)};
   }
+  std::vector<float> totals(rows);
+  kvad_log_totals(scores.data(), rows, n, n, totals.data(), 2);
+  for (int64_t row = 0; row < rows; row++) {
+    double total = 0;
+    for (int64_t i = 0; i < n; i++) total += std::exp(double(scores[row * n + i]));
+    const bool is_finite = *std::min_element(&scores[row * n], &scores[row * n] + n) > -INFINITY;
+    if (is_finite ? !(std::abs(totals[row] - std::log(total)) < 1e-4) : totals[row] == totals[row]) return false;
+  }
   std::vector<int64_t> tokens(rows, -2);
   kvad_draw(scores.data(), rows, n, n, parameters.data(), tokens.data(), 2);
   for (int64_t row = 0; row < rows; row++) {

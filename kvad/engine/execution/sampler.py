@@ -220,21 +220,29 @@ def sample_tokens(
             by_row |= zip(others, sampled, strict=True)
         return [by_row[i] for i in range(len(sequences))]
     raw = logits.float()
-    is_finite = _finite_rows(raw)
-    if not all(is_finite):
-        raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
     beams = [i for i, seq in enumerate(sequences) if seq.sampling_params.num_beams > 1]
     samples = [i for i, seq in enumerate(sequences) if seq.sampling_params.num_beams == 1]
-    scores = raw.log_softmax(dim=-1) if beams else raw
-    if beams and samples:  # beams sum log-probabilities, to which bans and penalties apply (as in transformers)
-        scores[samples] = raw[samples]
+    totals = _log_totals(raw) if beams else None
+    is_finite = _finite_rows(raw) if totals is None else totals.isfinite().tolist()
+    if not all(is_finite):
+        raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
+        totals = None if totals is None else _log_totals(raw)
+    scores = raw
+    if edited_beams := [i for i in beams if sequences[i].sampling_params.edits_log_probabilities]:
+        assert totals is not None
+        first = torch.zeros_like(totals)  # what is subtracted before the edits, as in transformers
+        first[edited_beams] = totals[edited_beams]
+        scores, totals = raw - first.unsqueeze(1), totals - first
     results: dict[int, SequenceOutput] = {}
     with _edited(scores, sequences, is_copy=scores is not raw) as edited:
         edited = edited[:, :num_tokens]
-        for rows, choose in ((beams, _best_candidates), (samples, _choose_tokens)):
-            if rows:
-                outputs = choose(_select(raw, rows), _select(edited, rows), [sequences[i] for i in rows])
-                results |= zip(rows, outputs, strict=True)
+        if totals is not None:
+            seqs = [sequences[i] for i in beams]
+            parts = _select(raw, beams), _select(edited, beams), _select(totals, beams)
+            results |= zip(beams, _best_candidates(*parts, seqs), strict=True)
+        if samples:
+            seqs = [sequences[i] for i in samples]
+            results |= zip(samples, _choose_tokens(_select(raw, samples), _select(edited, samples), seqs), strict=True)
     if any(seq.grammar_state is not None for seq in sequences):
         _mark_complete(results, sequences)
     return [results[i] if ok else results[i]._replace(error=NONFINITE_ERROR) for i, ok in enumerate(is_finite)]
@@ -377,6 +385,15 @@ def _finite_rows(raw: Tensor) -> list[bool]:
     return is_finite
 
 
+def _log_totals(raw: Tensor) -> Tensor:
+    """Return logsumexp [N] of logits [N, V], float32; NaN of a row that is not finite."""
+    library = ops.native.load().library if raw.device.type == "cpu" and raw.stride(1) == 1 else None
+    if library is not None:
+        return library.log_totals(raw)
+    is_finite = torch.tensor(_finite_rows(raw), device=raw.device)
+    return raw.logsumexp(dim=-1).masked_fill(~is_finite, math.nan)
+
+
 def _select(x: Tensor, rows: list[int]) -> Tensor:
     """Return the given rows, in ascending order, of [N, ...]; without a copy if they are all rows."""
     return x if len(rows) == len(x) else x.index_select(0, _to_device(np.array(rows, np.int64), x.device))
@@ -413,14 +430,20 @@ def _argmax(scores: Tensor) -> tuple[list[int], list[bool]]:
     return best.indices.tolist(), (best.values > -math.inf).tolist()
 
 
-def _best_candidates(raw: Tensor, scores: Tensor, sequences: Sequence[TokenSequence]) -> list[SequenceOutput]:
-    """Return the best continuations of each beam by scores [N, V], with log-probabilities by raw logits [N, V]."""
+def _best_candidates(
+    raw: Tensor, scores: Tensor, totals: Tensor, sequences: Sequence[TokenSequence]
+) -> list[SequenceOutput]:
+    """Return the best continuations of each beam by scores [N, V], with log-probabilities by raw logits [N, V].
+
+    ``totals`` [N]: what is subtracted from the scores, so that they are log-probabilities.
+    """
     wanted = [scheduling.num_candidates(seq.sampling_params, len(seq.stop_tokens)) for seq in sequences]
     outputs: dict[int, SequenceOutput] = {}
     for count in set(wanted):  # which of equal tokens are found depends on k, so it must not be a neighbor's
         rows = [i for i, each in enumerate(wanted) if each == count]
-        best = (x.tolist() for x in top_k(_select(scores, rows), min(count, scores.shape[-1])))
-        for i, values, tokens in zip(rows, *best, strict=True):
+        found, ids = top_k(_select(scores, rows), min(count, scores.shape[-1]))
+        log_probabilities = found - _select(totals, rows).unsqueeze(1)
+        for i, values, tokens in zip(rows, log_probabilities.tolist(), ids.tolist(), strict=True):
             num_top = sequences[i].sampling_params.logprobs
             scored = []
             if num_top is not None:

@@ -124,10 +124,14 @@ class SamplingParams:
     @cached_property
     def edits_scores(self) -> bool:
         """True if bans, biases, penalties or forced tokens change scores before temperature and filters."""
+        return self.edits_log_probabilities or any((self.bad_words_ids, self.min_tokens, self.no_repeat_ngram_size))
+
+    @cached_property
+    def edits_log_probabilities(self) -> bool:
+        """True if biases, penalties or forced tokens change scores; of beams these are log-probabilities."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         forced = self.forced_bos_token_id, self.forced_eos_token_id, self.allowed_tokens_fn, self.structured_output
-        bans = self.bad_words_ids, self.min_tokens, self.no_repeat_ngram_size
-        return any((*bans, self.logit_bias, penalties != (1.0, 0.0, 0.0))) or forced != (None, None, None, None)
+        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0) or forced != (None, None, None, None)
 
     @cached_property
     def needs_host(self) -> bool:

@@ -158,6 +158,17 @@ class Library:
     def free(self, program: Program) -> None:
         self._handle.kvad_free(ctypes.byref(program))
 
+    def log_totals(self, scores: Tensor) -> Tensor:
+        """Return the logarithm of the sum of e^score [N] of scores [N, V], float32; NaN of a row that is not finite."""
+        totals = torch.empty(len(scores))
+        self._handle.kvad_log_totals(
+            ctypes.c_void_p(scores.data_ptr()),
+            *map(ctypes.c_int64, (len(scores), scores.stride(0), scores.shape[1])),
+            ctypes.c_void_p(totals.data_ptr()),
+            ctypes.c_int64(_num_threads()),
+        )
+        return totals
+
     def draw(self, scores: Tensor, parameters: NDArray[np.float64]) -> list[int]:
         """Draw a token of each row of scores [N, V], float32; -1 if all of them are -inf.
 

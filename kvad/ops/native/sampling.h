@@ -133,6 +133,26 @@ inline int64_t find_token(const Row& row, double uniform) {
   return token;
 }
 
+// The logarithm of the sum of e^score; NaN if a score is not finite.
+inline double log_total(const float* scores, int64_t n) {
+  const int64_t whole = n - n % LANES;
+  F best = all(-INFINITY), defect = F{};
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const F x = load(scores + i);
+    best = larger(best, x), defect += x * 0.0f;
+  }
+  float top = highest(best), rest = 0;
+  for (int64_t i = whole; i < n; i++) top = scores[i] > top ? scores[i] : top, rest += scores[i] * 0.0f;
+  if (!(sum(defect) + rest == 0)) return NAN;
+  double total = 0;
+  for (int64_t start = 0; start < n; start += PART) {
+    F part = F{};
+    for (int64_t i = start; i < start + PART && i < n; i += LANES) part += exponential(load_scores(scores + i, n - i) - all(top));
+    total += sum(part);
+  }
+  return top + std::log(total);
+}
+
 inline int64_t draw(const float* scores, int64_t n, const DrawParameters& parameters, const Row& row) {
   read_scores(scores, n, parameters.temperature, row);
   int32_t threshold = LAST_KEY;

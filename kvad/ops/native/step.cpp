@@ -192,6 +192,13 @@ void kvad_draw(const float* scores, int64_t rows, int64_t stride, int64_t n, con
   }
 }
 
+// Write the logarithm of the sum of e^score of each row of scores [rows, stride], of which n count; NaN of one that is
+// not finite.
+void kvad_log_totals(const float* scores, int64_t rows, int64_t stride, int64_t n, float* totals, int64_t threads) {
+#pragma omp parallel for num_threads(int(threads < rows ? threads : rows)) schedule(dynamic)
+  for (int64_t i = 0; i < rows; i++) totals[i] = float(log_total(scores + i * stride, n));
+}
+
 void kvad_free(Model* model) {
   std::free(model->scratch);
   model->scratch = nullptr, model->scratch_bytes = 0;

@@ -77,6 +77,23 @@ def test_a_row_does_not_depend_on_others_and_may_be_a_slice() -> None:
     assert max(together) < 4321
 
 
+@pytest.mark.parametrize("variant", native.runnable_variants())
+def test_log_totals_are_those_of_pytorch(variant: str) -> None:
+    """Of rows of any length, which may be slices; NaN where a number is not finite."""
+    library = native.load_variant(variant)
+    for vocab in (1, 15, 16, 17, 1023, 1024, 1025, 5000):
+        scores = random_scores("random", 9, vocab + 3)[:, :vocab]
+        scores[1] += 80.0
+        scores[2] -= 3e4
+        scores[3], scores[3, 0] = -3e38, 3e38
+        for row, value in ((4, torch.inf), (5, -torch.inf), (6, torch.nan)):
+            scores[row, vocab * row // 7] = value
+        totals = library.log_totals(scores)
+        assert totals[4:7].isnan().all()
+        rows = [0, 1, 2, 3, 7, 8]
+        torch.testing.assert_close(totals[rows], scores[rows].double().logsumexp(-1).float(), rtol=2e-7, atol=2e-6)
+
+
 def test_draws_have_the_probabilities() -> None:
     scores = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]]).log()
     kept = {"top_p": torch.tensor([0.5, 0.3, 0.1, 0, 0]), "top_k": torch.tensor([0.5, 0.3, 0, 0, 0])}

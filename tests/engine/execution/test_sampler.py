@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf_processors
 
+from kvad import ops
 from kvad.cache.manager import BlockAllocation
 from kvad.engine.execution import sampler
 from kvad.engine.execution.sampler import (
@@ -34,6 +35,7 @@ from kvad.engine.scheduling.beam_search import BeamSearch
 from kvad.engine.scheduling.request import NO_ALLOWED_TOKEN, EncoderInput, SamplingParams, SequenceOutput
 from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, TokenSequence
 from kvad.model_input import BlockOps
+from kvad.ops.native.library import LoadResult
 from tests.support.sequences import token_sequence
 
 VOCAB, ROWS = 29, 6
@@ -380,6 +382,27 @@ def test_a_beam_s_candidates_are_the_best_after_all_steps() -> None:
     torch.testing.assert_close(torch.tensor([value for _, value in found.candidates]), values)
 
 
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_candidates_have_log_probabilities(penalty: float, has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A penalty changes log-probabilities; the sample between two beams, and the logits, stay as they are."""
+    if not has_kernels:
+        monkeypatch.setattr(ops.native, "load", lambda: LoadResult(None, "off"))
+    logits = logits_of(3)
+    scores, best = logits.clone(), int(logits[0].argmax())
+    banned = int(logits[0].topk(2).indices[1])
+    beam = job((1, best), num_beams=2, presence_penalty=penalty, bad_words_ids=((banned,),))
+    found, sampled, other = sample_tokens(scores, [beam, job(temperature=0), job(num_beams=3)])
+    assert torch.equal(scores, logits) and sampled.token_id == int(logits[1].argmax())
+    expected = logits.log_softmax(-1)
+    expected[0, best] -= penalty
+    expected[0, banned] = -math.inf
+    for row, output in ((0, found), (2, other)):
+        values, tokens = expected[row].topk(len(output.candidates))
+        assert [token for token, _ in output.candidates] == tokens.tolist()
+        torch.testing.assert_close(torch.tensor([value for _, value in output.candidates]), values)
+
+
 @pytest.mark.parametrize(
     ("vocab", "k"), [(64 * 40, 8), (64 * 40 + 1, 8), (64 * 40 + 63, 1), (300, 2), (100, 8), (64, 64)]
 )
@@ -424,6 +447,14 @@ def test_which_of_equal_tokens_a_beam_finds_does_not_depend_on_its_neighbors() -
     assert together[0].candidates == alone[0].candidates
 
 
+def test_nearly_equal_tokens_of_a_beam_do_not_depend_on_the_edits_of_its_neighbors() -> None:
+    """As log-probabilities they are equal, so that another one could be found."""
+    logits = 1e-6 * torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
+    beams = [job(num_beams=2), job(number=1, num_beams=2, presence_penalty=1.0)]
+    together, alone = sample_tokens(logits, beams), sample_tokens(logits[:1], beams[:1])
+    assert together[0].candidates == alone[0].candidates
+
+
 def test_candidates_of_a_beam_are_scored_by_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, num_rows = logits_of(2), list[int]()
     log_softmax = Tensor.log_softmax
@@ -434,7 +465,7 @@ def test_candidates_of_a_beam_are_scored_by_one_softmax(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Tensor, "log_softmax", counted)
     beams = sample_tokens(logits, [job(num_beams=3, logprobs=2), job(number=1, num_beams=4, logprobs=0)])
-    assert num_rows == [2, 1, 1]  # of the scores, and of each beam's candidates
+    assert num_rows == [1, 1]  # each beam's candidates
     for row, num_top, beam in zip(logits, (2, 0), beams, strict=True):
         tokens = [token for token, _ in beam.candidates]
         assert list(beam.candidate_logprobs) == gather_logprobs(row.repeat(len(tokens), 1), tokens, num_top)
