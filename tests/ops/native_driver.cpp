@@ -397,12 +397,26 @@ bool draws(int index) {
   return true;
 }
 
+// Copy the second of four blocks to the last one, after it was overwritten by the first; false if others change.
+bool copies() {
+  const int64_t heads = 3, bytes = 5, stride = 4 * bytes, pairs[] = {0, 1, 1, 3};
+  std::vector<char> data(heads * stride);
+  for (size_t i = 0; i < data.size(); i++) data[i] = char(i);
+  kvad_copy_blocks(data.data(), heads, stride, bytes, pairs, 2, 2);
+  for (int64_t i = 0; i < heads * stride; i++) {
+    const int64_t place = i % stride, first = i - place + place % bytes;
+    if (data[i] != (place / bytes == 2 ? i : first)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 // Arguments: the first program, the end of the programs, and the numbers of threads whose bits are compared.
 int main(int count, char** arguments) {
   kvad_cpu_level();  // asks Linux for AMX
   for (int index = std::atoi(arguments[1]); index < std::atoi(arguments[2]); index++) {
+    if (!copies()) return std::printf("program %d: blocks were not copied\n", index), 1;
     if (!draws(index)) return std::printf("program %d: an impossible token\n", index), 1;
     std::vector<char> expected;
     for (int i = 3; i < count; i++) {

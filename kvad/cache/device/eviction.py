@@ -59,10 +59,11 @@ class PerHeadMetadata(BlockArrays):
             self.mass = allocate_head_major(*shape, dtype=mass_dtype, device=device)
             self.arrays = self.positions, self.mass
 
-    def copy(self, source: int, target: int, num_retained: int) -> None:
-        """Copy the first ``num_retained`` slots of a block; the others become empty."""
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the visible slots of blocks; the others become empty."""
         assert self.mass is None  # a sequence whose attention is observed is never forked
-        self.positions[target], self.positions[target, :, num_retained:] = self.positions[source], -1
+        for source, target, num_retained in copies:
+            self.positions[target], self.positions[target, :, num_retained:] = self.positions[source], -1
 
     def write(self, blocks: Tensor, offsets: Tensor, positions: Tensor) -> None:
         """Write the positions of new tokens [T] for all heads, with no attention mass."""
@@ -230,7 +231,7 @@ def merge_layer(
             if op.first_slot == 0:
                 store.clear([op.target_block])
             elif op.base_block != op.target_block:
-                store.copy(op.base_block, op.target_block, op.first_slot)
+                store.copy([(op.base_block, op.target_block, op.first_slot)])
         store.write(blocks, offsets, values_to_write)
 
 

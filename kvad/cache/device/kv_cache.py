@@ -190,8 +190,8 @@ class KVCache:
         for group_index, (clear, copies) in enumerate(zip(block_ops.clear, block_ops.copy, strict=True)):
             if clear:
                 self.clear(group_index, clear)
-            for copy in copies:
-                self._copy(group_index, *copy)
+            if copies:
+                self._copy(group_index, copies)
 
     def discard(self, block_ops: BlockOps) -> None:
         """Cancel the copies of a failed step, and drop the states that it would have swapped in or dropped."""
@@ -349,13 +349,14 @@ class KVCache:
             for arrays in arrays_by_kind.values():
                 arrays.clear(block_ids, blocks)
 
-    def _copy(self, group_index: int, source: int, target: int, num_retained: int) -> None:
+    def _copy(self, group_index: int, copies: Sequence[tuple[int, int, int]]) -> None:
         positions = self.positions[group_index]
-        positions[target, :num_retained] = positions[source, :num_retained]
-        positions[target, num_retained:] = -1
+        for source, target, num_retained in copies:
+            positions[target, :num_retained] = positions[source, :num_retained]
+            positions[target, num_retained:] = -1
         for arrays_by_kind in self._arrays[group_index].values():
             for arrays in arrays_by_kind.values():
-                arrays.copy(source, target, num_retained)
+                arrays.copy(copies)
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
         """Write the new tokens' positions and return one view per layer."""

@@ -10,6 +10,8 @@ after the query do not count, so a query of a chunk chooses as it would alone. P
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,14 +36,15 @@ class BlockKeyBounds(BlockArrays):
         self.key_max = allocate_head_major(*shape, dtype=dtype, fill=-torch.inf, device=device)
         self.arrays, self.empty_values = (self.key_min, self.key_max), (torch.inf, -torch.inf)
 
-    def copy(self, source: int, target: int, num_retained: int) -> None:
-        """Compute the bounds of a copied block from its first slots.
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Compute the bounds of copied blocks from their visible slots.
 
         Copied bounds of all slots would let another sequence's tokens decide.
         """
-        self.clear([target])
-        offsets = torch.arange(num_retained, device=self.key_min.device)
-        self.update(torch.full_like(offsets, target), offsets)
+        for _, target, num_retained in copies:
+            self.clear([target])
+            offsets = torch.arange(num_retained, device=self.key_min.device)
+            self.update(torch.full_like(offsets, target), offsets)
 
     def update(self, blocks: Tensor, offsets: Tensor) -> None:
         """Include the keys stored in these slots [T]."""

@@ -159,10 +159,19 @@ class BlockArrays:
             index = torch.tensor(blocks, dtype=torch.int64, device=array.device) if index is None else index
             array.index_fill_(0, index, value)
 
-    def copy(self, source: int, target: int, num_retained: int) -> None:
-        """Copy a whole block, of which the first ``num_retained`` slots are visible in ``target``."""
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks, one after the other.
+
+        Args:
+            copies: Source, target, and the number of slots that are visible in the target, the first ones.
+        """
         for array in self.arrays:
-            array[target] = array[source]
+            library = ops.native.load().library if array.device.type == "cpu" and array.dim() == 4 else None
+            if library is not None and array.transpose(0, 1).is_contiguous():
+                library.copy_blocks(array, copies)
+                continue
+            for source, target, _ in copies:
+                array[target] = array[source]
 
 
 class LayerTensor(BlockArrays):

@@ -158,6 +158,21 @@ class Library:
     def free(self, program: Program) -> None:
         self._handle.kvad_free(ctypes.byref(program))
 
+    def copy_blocks(self, array: Tensor, copies: Sequence[tuple[int, ...]]) -> None:
+        """Copy blocks of an array [blocks, K, ...] that is stored as [K, blocks, ...], one after the other.
+
+        ``copies``: source and target first in each.
+        """
+        pairs = np.array([copy[:2] for copy in copies], np.int64)
+        num_blocks, num_heads = array.shape[:2]
+        size = array[0, 0].numel() * array.itemsize
+        self._handle.kvad_copy_blocks(
+            ctypes.c_void_p(array.data_ptr()),
+            *map(ctypes.c_int64, (num_heads, num_blocks * size, size)),
+            pairs.ctypes.data_as(ctypes.c_void_p),
+            *map(ctypes.c_int64, (len(pairs), _num_threads())),
+        )
+
     def log_totals(self, scores: Tensor) -> Tensor:
         """Return the logarithm of the sum of e^score [N] of scores [N, V], float32; NaN of a row that is not finite."""
         totals = torch.empty(len(scores))

@@ -192,6 +192,17 @@ void kvad_draw(const float* scores, int64_t rows, int64_t stride, int64_t n, con
   }
 }
 
+// Copy blocks of data [heads, blocks, bytes], in the order of pairs [n, 2] of a source and a target.
+void kvad_copy_blocks(char* data, int64_t heads, int64_t stride, int64_t bytes, const int64_t* pairs, int64_t n,
+                      int64_t threads) {
+#pragma omp parallel for num_threads(int(threads < heads ? threads : heads))
+  for (int64_t head = 0; head < heads; head++)
+    for (int64_t i = 0; i < n; i++) {
+      char* own = data + head * stride;
+      std::memmove(own + pairs[2 * i + 1] * bytes, own + pairs[2 * i] * bytes, bytes);
+    }
+}
+
 // Write the logarithm of the sum of e^score of each row of scores [rows, stride], of which n count; NaN of one that is
 // not finite.
 void kvad_log_totals(const float* scores, int64_t rows, int64_t stride, int64_t n, float* totals, int64_t threads) {

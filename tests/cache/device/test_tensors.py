@@ -96,8 +96,10 @@ def test_slots_are_written_separately_or_together(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_copied_cleared_and_raw_blocks_include_their_scales(name):
     store, whole = filled(name)
-    store.copy(5, 2, SIZE)
+    store.copy([(5, 2, SIZE), (2, 6, SIZE), (4, 5, 1)])
     store.clear([7, 3])
+    assert torch.equal(read(store, [[6, 5]])[0], torch.cat([whole[5], whole[4]], dim=1))
+    store.copy([(6, 5, SIZE)])
     zeros = torch.zeros_like(whole[0])
     assert torch.equal(
         read(store, [[2, 5, 3, 7, 4]])[0], torch.cat([whole[5], whole[5], zeros, zeros, whole[4]], dim=1)
