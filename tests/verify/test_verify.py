@@ -188,7 +188,7 @@ def test_tolerance_is_derived_from_the_plain_model(dtype):
     pieces = {(0, 0): [(0, torch.tensor([[3e-3, 4e-3], [0.0, 0.0]]))]}
     noise = compare_logits(ReplayResult(pieces), {(0, 0): torch.zeros(2, 2)}, 0.0)
     eps, tolerance = torch.finfo(dtype).eps, derive_tolerance(noise, dtype, 30.0)
-    assert tolerance == pytest.approx((4 * 4e-3 + 30 * eps, 4 * 2.5e-3 + 30 * eps / 8), rel=1e-6)
+    assert tolerance == pytest.approx((4 * 4e-3 + 30 * eps, 2 * 2.5e-3 + 30 * eps / 8), rel=1e-6)
     assert derive_tolerance(noise, torch.float64, 30.0) == (EXACT, EXACT)
     assert tolerance.allows(noise)
     assert not tolerance.allows(dataclasses.replace(noise, rms_dlogit=1.1 * tolerance.rms_dlogit))

@@ -222,11 +222,11 @@ def sample_tokens(
     raw = logits.float()
     beams = [i for i, seq in enumerate(sequences) if seq.sampling_params.num_beams > 1]
     samples = [i for i, seq in enumerate(sequences) if seq.sampling_params.num_beams == 1]
-    totals = _log_totals(raw) if beams else None
+    totals = _finite_log_totals(raw) if beams else None
     is_finite = _finite_rows(raw) if totals is None else totals.isfinite().tolist()
     if not all(is_finite):
         raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
-        totals = None if totals is None else _log_totals(raw)
+        totals = None if totals is None else _finite_log_totals(raw)
     scores = raw
     if edited_beams := [i for i in beams if sequences[i].sampling_params.edits_log_probabilities]:
         assert totals is not None
@@ -385,9 +385,14 @@ def _finite_rows(raw: Tensor) -> list[bool]:
     return is_finite
 
 
-def _log_totals(raw: Tensor) -> Tensor:
+def _library_for(scores: Tensor) -> ops.native.library.Library | None:
+    """Return the kernels if they can read scores [N, V]."""
+    return ops.native.load().library if scores.device.type == "cpu" and scores.stride(1) == 1 else None
+
+
+def _finite_log_totals(raw: Tensor) -> Tensor:
     """Return logsumexp [N] of logits [N, V], float32; NaN of a row that is not finite."""
-    library = ops.native.load().library if raw.device.type == "cpu" and raw.stride(1) == 1 else None
+    library = _library_for(raw)
     if library is not None:
         return library.log_totals(raw)
     is_finite = torch.tensor(_finite_rows(raw), device=raw.device)
@@ -518,7 +523,7 @@ def _to_logprobs(
 
 def _draw_filtered(scores: Tensor, sequences: Sequence[TokenSequence]) -> list[int]:
     """Draw a token per sequence from scores [N, V] after temperature and filters."""
-    library = ops.native.load().library if scores.device.type == "cpu" and scores.stride(1) == 1 else None
+    library = _library_for(scores)
     if library is None:
         return _draw_filtered_in_torch(scores, sequences)
     rows = [i for i, seq in enumerate(sequences) if seq.sampling_params.typical_p >= 1]

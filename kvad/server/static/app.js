@@ -223,7 +223,8 @@ class App {
     document.title = `${id} – kvad`;
     this.settingsPanel.render();
     this.attention.clear();
-    this.view.refresh();
+    this.view.render(); // what is written stays as it is
+    this.view.measure?.();
   }
 
   #closeSidebar() {

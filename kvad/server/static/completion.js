@@ -53,8 +53,6 @@ export class CompletionView {
     this.measure();
   }
 
-  refresh() { this.render(); this.measure(); }
-
   render() {
     const { conversation, model } = this.app;
     const isActive = Boolean(this.run?.isActive);

@@ -108,8 +108,7 @@ export class AttentionPanel {
   /** Forget the token whose weights are shown. */
   clear() {
     this.#request++; // a reply that is still to come
-    const { features, kind } = this.app.model;
-    const { parent } = this.app.model;
+    const { features, kind, parent } = this.app.model;
     const text = kind === "encoder-decoder" ? "Attention weights can be read for decoder models."
       : parent ? `Attention weights are those of the base model: choose ${parent} to see them.`
       : features.attention ? "Turn on “Tokens” above the text, let the model write, and click a token: its attention to every earlier token appears here, exact, for each layer and head."

@@ -61,9 +61,6 @@ export class Thread {
     this.measure();
   }
 
-  /** Show another model; what is written stays as it is. */
-  refresh() { this.render(); this.measure(); }
-
   /** Rebuild the list of messages; unchanged ones keep their elements. */
   render() {
     const messages = store.path(this.app.conversation);

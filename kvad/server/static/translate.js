@@ -41,7 +41,6 @@ export class TranslateView {
   }
 
   show() { this.render(); }
-  refresh() { this.render(); }
 
   render() {
     this.button.replaceChildren(icon(this.#controller ? "stop" : "arrow"), this.#controller ? "Stop" : "Translate");
