@@ -26,7 +26,13 @@ chat, completions, errors, generation = api.chat, api.completions, api.errors, a
 panel, plain_routes, responses, schema = api.panel, api.plain_routes, api.responses, api.schema
 LOG = logging.getLogger(__name__)
 STATIC = Path(__file__).with_name("static")
-MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 PAGE_FILES = {f"/{path.name}": path.name for path in sorted(STATIC.iterdir()) if path.suffix in MEDIA_TYPES}
 PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
 LAST_SECONDS = 5.0  # for the last event of a stream

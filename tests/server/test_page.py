@@ -21,11 +21,12 @@ from tests.server.conftest import KEYS
 from tests.support.cli_checkpoints import write_adapter
 from tests.support.server import END_THINK, THINK, ServerProcess, forced, open_stream, parse_events, write_translator
 
-FILES = {name: (STATIC / name).read_text("utf-8") for name in PAGE_FILES.values()}
-SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}
+FILES = {name: (STATIC / name).read_bytes().decode("utf-8", "replace") for name in PAGE_FILES.values()}
+TEMML = {"temml.min.js", "temml.css", "Temml.woff2"}  # a package of others, loaded with the first formula
+SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js") and name not in TEMML}
 HTML = FILES["index.html"]
 HELLO = [{"role": "user", "content": "hello"}]
-NAMESPACES = ("http://www.w3.org/2000/svg",)
+NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML")
 
 # ---------------------------------------------------------------- files
 
@@ -72,6 +73,9 @@ def test_every_referenced_file_is_served():
     imported = {(name, path) for name, text in SCRIPTS.items() for path in re.findall(r'from "([^"]+)"', text)}
     assert {path for _, path in imported} <= {f"./{name}" for name in SCRIPTS}
     assert set(Inline(HTML).files) <= set(FILES)
+    loaded = re.findall(r'(?:href|src): "([\w.]+)"', SCRIPTS["markdown.js"])
+    fonts = re.findall(r"url\('([\w.]+)'\)", FILES["temml.css"])
+    assert {*loaded, *fonts} == TEMML <= set(FILES)
     assert set(SCRIPTS) == {path[2:] for _, path in imported} | {"app.js"}, "a script that no other one imports"
 
 
@@ -180,6 +184,7 @@ A_LINK = (
     '<a href="http://a.example/b_(c)" target="_blank" rel="noopener noreferrer nofollow" '
     'title="http://a.example/b_(c)">'
 )
+DISPLAYED = '<span class="formula displayed" tabindex="0" role="group" aria-label="Formula">'
 MARKDOWN = {
     "**a** *b* `c<d`": "<p><strong>a</strong> <em>b</em> <code>c&lt;d</code></p>",
     "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
@@ -193,11 +198,20 @@ MARKDOWN = {
     "\\*a\\*": "<p>*a*</p>",
     "***a*** **b**": "<p><strong><em>a</em></strong> <strong>b</strong></p>",
     "x<br>y<b>": "<p>x<br>y&lt;b&gt;</p>",
-    "\\(a_1*b*\\) $$ _x_ $$ \\(": '<p><span class="formula">a_1*b*</span> <span class="formula">_x_</span> (</p>',
+    "\\(a_1*b*\\) $$ _x_ $$ \\(": f'<p><span class="formula">a_1*b*</span> {DISPLAYED}_x_</span> (</p>',
     "[`x` http://a.example](http://a.example/b_(c))": f"<p>{A_LINK}<code>x</code> http://a.example</a></p>",
     "http://a.example/b_(c), (http://a.example/b_(c))": f"<p>{A_LINK}http://a.example/b_(c)</a>, "
     f"({A_LINK}http://a.example/b_(c)</a>)</p>",
 }
+FORMULAS = {  # when Temml is loaded; {} is MathML
+    "a $x_1^2$ b": "<p>a {} b</p>",
+    "It is\n$$\nx = a\n+ b\n$$\nso.": "<p>It is</p>{}<p>so.</p>",
+    "- \\[ \\frac{a}{b} \\]": "<ul><li>{}</li></ul>",
+    "\\(\\frac{a\\)": '<p><span class="formula">\\frac{a</span></p>',  # Temml cannot read it
+    "\\(\\def\\a{\\a\\a}\\a\\)": '<p><span class="formula">\\def\\a{\\a\\a}\\a</span></p>',  # it would not end
+    "$5 and $6, $HOME/$USER, US$1, \\$x$": "<p>$5 and $6, $HOME/$USER, US$1, $x$</p>",
+}
+NO_LINK = "\\(\\href{javascript:alert(1)}{x} <img src=x>\\)"  # a formula has no links and no HTML
 RENDER = """async (texts) => {
   const { MarkdownView } = await import("/markdown.js");
   return texts.map((text) => {
@@ -223,6 +237,13 @@ def check_markdown(page):
     assert code_html.endswith("<p>after</p>")
     assert "<th>a</th>" in table_html
     assert '<td style="text-align: right;">2</td>' in table_html
+    page.wait_for_function("() => window.temml")  # the formula in MARKDOWN has loaded it
+    results = page.evaluate(RENDER, [*FORMULAS, NO_LINK])
+    assert all(whole == parts for whole, parts in results)
+    for (text, expected), (whole, _) in zip(FORMULAS.items(), results, strict=False):
+        assert re.sub(r'<span class="formula[^>]*><math.*?</math></span>', "{}", whole) == expected, text
+    assert "<mfrac>" in results[2][0]
+    assert not re.search(r"<a\b|<img|href=", results[-1][0])
 
 
 def legend(page):

@@ -1,4 +1,5 @@
 // Markdown as DOM nodes. Text of a model is only ever text: no HTML is parsed, images are links, and links are http(s) or mailto.
+// Formulas become MathML.
 
 import { copyButton, h } from "./dom.js";
 
@@ -8,8 +9,11 @@ const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const RULE = /^ {0,3}(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
+const FORMULA = /^ {0,3}(?:\\\[|\$\$)/;
 const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 const SAFE_URL = /^(?:https?:\/\/|mailto:)/i;
+const FORMULA_ENDS = { "\\(": "\\)", "\\[": "\\]", $$: "$$", $: "$" };
+const MAX_FORMULA = 5000; // characters
 
 /** Keeps an element equal to the Markdown of a growing text; blocks that have not changed keep their nodes. */
 export class MarkdownView {
@@ -57,6 +61,10 @@ function nextBlock(lines, at) {
     return [{ type: "quote", lines: lines.slice(at, end).map((each) => each.replace(QUOTE, "")) }, end];
   }
   if (ITEM.test(line)) return items(lines, at);
+  if (FORMULA.test(line)) {
+    const found = formulaBlock(lines, at);
+    if (found) return found;
+  }
   if (isTable(lines, at)) {
     let end = at + 2;
     while (end < lines.length && lines[end].includes("|")) end++;
@@ -71,7 +79,19 @@ const isTable = (lines, at) => lines[at].includes("|") && at + 1 < lines.length 
 
 function startsBlock(lines, at) {
   const line = lines[at];
-  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line) || isTable(lines, at);
+  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line) || FORMULA.test(line) || isTable(lines, at);
+}
+
+/** Return a formula that has its lines to itself; a line in it may look like an item of a list. */
+function formulaBlock(lines, at) {
+  const mark = lines[at].trimStart().slice(0, 2);
+  let text = lines[at].trimStart().slice(2);
+  for (let end = at + 1; text.length <= MAX_FORMULA; text += `\n${lines[end++]}`) {
+    const last = text.indexOf(FORMULA_ENDS[mark]);
+    if (last >= 0) return text.slice(last + 2).trim() ? null : [{ type: "formula", text: text.slice(0, last) }, end];
+    if (end >= lines.length) return null;
+  }
+  return null;
 }
 
 function fence(lines, at, [, marks, info]) {
@@ -114,6 +134,7 @@ function render(block, depth) {
     case "heading": return h(`h${Math.min(6, block.level + 1)}`, {}, ...inline(block.text));
     case "rule": return h("hr");
     case "code": return codeBlock(block.text, block.language);
+    case "formula": return formula(block.text, true);
     case "quote": return h("blockquote", {}, ...children(block.lines, depth));
     case "list": return h(block.isOrdered ? "ol" : "ul", { start: block.isOrdered && block.start !== 1 ? block.start : null }, ...block.entries.map((entry) => listItem(entry, depth)));
     case "table": return table(block.rows);
@@ -190,7 +211,7 @@ function span(text, at, find, depth) {
       const tag = /^<br ?\/?>/i.exec(text.slice(at, at + 6)); // models write it in tables
       return tag && [h("br"), at + tag[0].length];
     }
-    case "\\": case "$": return formula(text, at, find);
+    case "\\": case "$": return inlineFormula(text, at, find);
     case "`": {
       const marks = /^`+/.exec(text.slice(at, at + 64))[0];
       const end = find(marks, at + marks.length);
@@ -205,11 +226,15 @@ function span(text, at, find, depth) {
   }
 }
 
-/** Return a formula as its source, without its delimiters: nothing in it is emphasis or an escape. */
-function formula(text, at, find) {
-  const end = { "\\(": "\\)", "\\[": "\\]", "$$": "$$" }[text.slice(at, at + 2)];
-  const last = end ? find(end, at + 2) : -1;
-  return last < 0 ? null : [h("span", { class: "formula" }, text.slice(at + 2, last).trim()), last + 2];
+function inlineFormula(text, at, find) {
+  const mark = text[at] === "$" && text[at + 1] !== "$" ? "$" : text.slice(at, at + 2);
+  const start = at + mark.length;
+  const end = FORMULA_ENDS[mark] ? find(FORMULA_ENDS[mark], start) : -1;
+  if (end < 0) return null;
+  const source = text.slice(start, end);
+  // as in Pandoc: the dollars of "$5 and $6" or "$HOME/$USER" are no formula
+  if (mark === "$" && (/^\s|\s$|\n/.test(source) || /\w/.test(text[at - 1] ?? " ") || /\w/.test(text[end + 1] ?? " "))) return null;
+  return [formula(source, mark === "$$" || mark === "\\["), end + mark.length];
 }
 
 function emphasis(text, at, find, depth) {
@@ -266,6 +291,37 @@ function anchor(url, content) {
   const link = h("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow", title: url }, ...content);
   for (const inner of link.querySelectorAll("a")) inner.replaceWith(...inner.childNodes);
   return link;
+}
+
+// ---------------------------------------------------------------- formulas
+
+const TEMML = { throwOnError: true, maxSize: [40, 400] }; // em and pt
+let loadingTemml = null;
+
+/** Return an element with a formula: its source until Temml is loaded, and if Temml cannot read it. */
+function formula(source, isDisplayed) {
+  const scrolled = { class: "formula displayed", tabindex: "0", role: "group", "aria-label": "Formula" };
+  const element = h("span", isDisplayed ? scrolled : { class: "formula" }, source.trim());
+  const show = () => {
+    try {
+      window.temml.render(source, element, { ...TEMML, displayMode: isDisplayed });
+      element.title = source.trim();
+    } catch {
+      element.textContent = source.trim();
+    }
+  };
+  if (source.length > MAX_FORMULA || !source.trim()) return element;
+  if (window.temml) show();
+  else loadTemml().then(show, () => {}); // the source stays if the server has gone
+  return element;
+}
+
+/** Load Temml, which makes MathML of LaTeX: 170 KB that only a formula needs. Its files are those of the npm package temml 0.13.5. */
+function loadTemml() {
+  loadingTemml ??= new Promise((resolve, reject) => {
+    document.head.append(h("link", { rel: "stylesheet", href: "temml.css" }), h("script", { src: "temml.min.js", onload: resolve, onerror: reject }));
+  }).catch((error) => { loadingTemml = null; throw error; });
+  return loadingTemml;
 }
 
 // ---------------------------------------------------------------- code colors
