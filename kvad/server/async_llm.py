@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.engine import Completion, PromptEncoder, StreamChunk, scheduling
 from kvad.engine.scheduling import RequestMetrics, SamplingParams
-from kvad.errors import EngineError, KvadError, NumericalError, RequestError
+from kvad.errors import ConfigError, EngineError, KvadError, NumericalError, RequestError
 from kvad.server import wire
 from kvad.server.limits import SESSION_LIMITS, SessionLimits
 from kvad.server.wire import Message
@@ -49,6 +50,7 @@ SubmissionBuilder = engine_lib.submission.SubmissionBuilder
 TextScore = engine_lib.output.TextScore
 CLOSE_SECONDS = 10.0  # the engine's process is killed if it has not ended by then
 MAX_REQUEST_IDS = 256
+MAX_NICE = 19
 
 
 class Signal:
@@ -227,6 +229,7 @@ class AsyncLLM:
         revision: str | None = None,
         session_dir: str | Path | None = None,
         session_limits: SessionLimits = SESSION_LIMITS,
+        nice: int = 0,
         **settings: Unpack[engine_lib.options.LoadOptions],
     ) -> AsyncLLM:
         """Load a checkpoint in a new process.
@@ -243,11 +246,15 @@ class AsyncLLM:
             revision: Revision on the hub.
             session_dir: Folder of the sessions of requests (None: they are refused).
             session_limits: Largest session files of an API key.
+            nice: Lower priority of the engine's process than of this one: 0 to 19, as in the command ``nice``.
             **settings: ``kvad.engine.options.LoadOptions``.
 
         Raises:
+            ConfigError: If ``nice`` is out of range.
             KvadError: As ``LLM.load``.
         """
+        if not 0 <= nice <= MAX_NICE:
+            raise ConfigError(f"nice: must be from 0 to {MAX_NICE}, got {nice}")
         llm = AsyncLLM()
         budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)  # type: ignore[arg-type]
         fields: dict[str, Any] = dict(settings) | {
@@ -256,7 +263,8 @@ class AsyncLLM:
             "revision": revision,
         }  # fmt: skip
         try:
-            await llm._connect({"load": fields, "session_dir": session_dir, "session_limits": list(session_limits)})
+            sessions = {"session_dir": session_dir, "session_limits": list(session_limits)}
+            await llm._connect({"load": fields, **sessions}, nice)
         except BaseException:
             if llm._process is not None:
                 llm._process.kill()  # it may still be loading
@@ -264,13 +272,15 @@ class AsyncLLM:
             raise
         return llm
 
-    async def _connect(self, load: Message) -> None:
+    async def _connect(self, load: Message, nice: int) -> None:
         """Start the engine's process and wait until the model is loaded."""
         loop = asyncio.get_running_loop()
         parent, child = socket.socketpair()
         with child:
             command = [sys.executable, "-m", "kvad.server.engine_process", str(child.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL)
+        if nice:  # before it starts its threads, which inherit it
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
         parent.setblocking(False)
         transport, _ = await loop.create_connection(lambda: _Connection(self), sock=parent)
         self._transport = transport

@@ -1,6 +1,7 @@
 """AsyncLLM: the results of LLM, cancellation by leaving the loop, errors, the end of the engine's process."""
 
 import asyncio
+import os
 import re
 import signal
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from kvad import AsyncLLM
 from kvad.engine.scheduling import SpeculativeConfig, StructuredOutput
-from kvad.errors import EngineError, KvadError, RequestError
+from kvad.errors import ConfigError, EngineError, KvadError, RequestError
 
 PROMPTS = [f"{number} prompt" + " and more" * number for number in range(8)]
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -21,7 +22,7 @@ class Loop:
     def __init__(self, model):
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.llm = self.run(AsyncLLM.load(model, block_size=16, max_num_seqs=8))
+        self.llm = self.run(AsyncLLM.load(model, block_size=16, max_num_seqs=8, nice=1))
 
     def run(self, work):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
@@ -46,6 +47,12 @@ def background(model):
         assert await llm.close() == -signal.SIGKILL and llm.failure is not None
 
     started.run(kill())
+
+
+def test_the_engine_has_a_lower_priority(background, model):
+    assert os.getpriority(os.PRIO_PROCESS, background.llm._process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 1
+    with pytest.raises(ConfigError, match="nice: must be from 0 to 19, got 20"):
+        background.run(AsyncLLM.load(model, nice=20))
 
 
 async def used_blocks(llm):

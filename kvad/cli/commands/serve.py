@@ -52,6 +52,9 @@ class _ServeOptions(
     max_slowdown: float = option(
         "Ratio by which reading prompts may lengthen the time between tokens of running sequences; 0 is no bound", 2.0
     )
+    engine_nice: int = option(
+        "Lower priority of the engine than of the server, 0 to 19: the server answers sooner while all cores compute", 0
+    )
     replicas: int = option("Engines behind Ray Serve, which needs kvad[ray]; 1 is an engine without Ray", 1)
     share_prefixes: bool = option("Share cached prefixes between API keys")
     ignore_unknown_fields: bool = option("Ignore unknown fields of requests, and name them in a header, instead of 400")
@@ -78,7 +81,7 @@ def serve_command(options: _ServeOptions) -> None:
         click.echo("\n".join(format_table(rows)))
         return
     load = {**parameters.load_fields(options), **_adapters(options.adapter)}
-    load["max_slowdown"] = options.max_slowdown or None
+    load |= {"max_slowdown": options.max_slowdown or None, "nice": options.engine_nice}
     config = ServerConfig(
         model_name=options.model_name,
         host=options.host,
