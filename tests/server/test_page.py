@@ -368,12 +368,13 @@ def test_page(page, server):
     # Completion mode continues a text in place.
     page.click("[data-mode=completion]")
     assert "Here the model does not answer" in page.locator(".intro").inner_text()
-    page.fill("#completion-text", "once upon a time")
+    page.fill("#completion-text", "once __upon__ a time")
     page.press("#completion-text", "Control+Enter")
     page.wait_for_selector("#view-completion .branches, #view-completion [aria-label=Regenerate]")
+    assert page.inner_text("#title").startswith("once __upon__ a time")  # a title is the text as it is
     assert "the context has" not in page.locator("#view-completion .meter").inner_text()
-    assert page.input_value("#completion-text").startswith("once upon a time")
-    assert len(page.input_value("#completion-text")) > len("once upon a time")
+    assert page.input_value("#completion-text").startswith("once __upon__ a time")
+    assert len(page.input_value("#completion-text")) > len("once __upon__ a time")
 
     # An error of the API is shown in plain words with its field.
     page.click("#tab-settings")

@@ -93,7 +93,7 @@ export function restore(conversation) {
 
 function titleOf(conversation) {
   const first = path(conversation)[0]?.content ?? conversation.text;
-  const line = first.trim().split("\n")[0].replace(/[#*_`>]/g, "").trim();
+  const line = first.trim().split("\n")[0].trim();
   return line.length > 48 ? `${line.slice(0, 47).trimEnd()}…` : line;
 }
 
