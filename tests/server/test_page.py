@@ -212,6 +212,7 @@ FORMULAS = {  # when Temml is loaded; {} is MathML
     "$5 and $6, $HOME/$USER, US$1, \\$x$": "<p>$5 and $6, $HOME/$USER, US$1, $x$</p>",
 }
 NO_LINK = "\\(\\href{javascript:alert(1)}{x} <img src=x>\\)"  # a formula has no links and no HTML
+HUGE = "\\(\\rule{9000em}{9000pt}\\)"
 RENDER = """async (texts) => {
   const { MarkdownView } = await import("/markdown.js");
   return texts.map((text) => {
@@ -238,11 +239,13 @@ def check_markdown(page):
     assert "<th>a</th>" in table_html
     assert '<td style="text-align: right;">2</td>' in table_html
     page.wait_for_function("() => window.temml")  # the formula in MARKDOWN has loaded it
-    results = page.evaluate(RENDER, [*FORMULAS, NO_LINK])
+    results = page.evaluate(RENDER, [*FORMULAS, HUGE, NO_LINK])
     assert all(whole == parts for whole, parts in results)
     for (text, expected), (whole, _) in zip(FORMULAS.items(), results, strict=False):
         assert re.sub(r'<span class="formula[^>]*><math.*?</math></span>', "{}", whole) == expected, text
     assert "<mfrac>" in results[2][0]
+    sizes = re.findall(r"(?:width|height)[=:]\s?\"?([\d.]+)(?:em|pt)", results[-2][0])
+    assert sizes and all(float(size) <= 400 for size in sizes), results[-2][0]
     assert not re.search(r"<a\b|<img|href=", results[-1][0])
 
 

@@ -301,16 +301,17 @@ let loadingTemml = null;
 /** Return an element with a formula: its source until Temml is loaded, and if Temml cannot read it. */
 function formula(source, isDisplayed) {
   const scrolled = { class: "formula displayed", tabindex: "0", role: "group", "aria-label": "Formula" };
-  const element = h("span", isDisplayed ? scrolled : { class: "formula" }, source.trim());
+  const text = source.trim();
+  const element = h("span", isDisplayed ? scrolled : { class: "formula" }, text);
   const show = () => {
     try {
-      window.temml.render(source, element, { ...TEMML, displayMode: isDisplayed });
-      element.title = source.trim();
+      window.temml.render(text, element, { ...TEMML, displayMode: isDisplayed });
+      element.title = text;
     } catch {
-      element.textContent = source.trim();
+      element.textContent = text;
     }
   };
-  if (source.length > MAX_FORMULA || !source.trim()) return element;
+  if (!text || text.length > MAX_FORMULA) return element;
   if (window.temml) show();
   else loadTemml().then(show, () => {}); // the source stays if the server has gone
   return element;
