@@ -181,10 +181,12 @@ class Program {
   }
 
   void make_store(Store& to, int format, int dim) {
-    int64_t last = 0;  // used slot; the array ends there, because empty slots are not read
+    int64_t last = 0;  // used slot; the array ends there or after its tile, because other slots are not read
     for (const auto* tokens : {&earlier, &fresh})
       for (const auto& token : *tokens) last = std::max(last, token.second);
-    const int64_t slots = (kv_heads - 1) * blocks * group.block_size + last + 1;
+    const bool has_tiles = group.block_size % LANES == 0 && dim % PANEL == 0;
+    const int64_t used = round_up(last + 1, has_tiles ? LANES : 1);
+    const int64_t slots = (kv_heads - 1) * blocks * group.block_size + used;
     to.blocks = blocks, to.format = format;
     const int64_t bytes = slots * slot_bytes(to, dim);
     written.emplace_back(static_cast<char*>(to.data = array<char>(bytes)), bytes);

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -627,25 +627,85 @@ batches = st.lists(
 )
 
 
+class SubBatch(NamedTuple):
+    """Sequences with as many new tokens each: tables [num_seqs, width]; slots to read of a sequence."""
+
+    table: Tensor
+    num_new: int
+    slots: int
+
+
+def attend(
+    case: Case, x: Tensor, positions: Tensor, sub_batches: list[SubBatch], keys: Stored, values: Stored,
+    slot_positions: Tensor, pattern: AttentionPattern, **fields: Any,
+) -> Tensor:  # fmt: skip
+    """Return the attention [T, H, D] of queries x of the same shape."""
+    entries = (library.SubBatchTable * len(sub_batches))()
+    for entry, (table, num_new, slots) in zip(entries, sub_batches, strict=True):
+        entry.num_seqs, entry.width, entry.table = *table.shape, table.data_ptr()
+        entry.num_new, entry.slots = num_new, slots
+    group = library.GroupInput(
+        None, slot_positions.data_ptr(), ctypes.addressof(entries), len(entries), slot_positions.shape[1],
+        pattern.causal, pattern.window or 0, pattern.num_sinks, pattern.window_step, pattern.layer_window or 0,
+    )  # fmt: skip
+    (tokens, heads, dim), kv_heads, value_dim = x.shape, len(values.decode()), values.decode().shape[-1]
+    program, even = Program(case, tokens, positions=positions, num_groups=1, groups=group), dim + dim % 2
+    source = program.input(F.pad(x, (0, even - dim)).flatten(1))
+    out = program.buffer(padded(heads * value_dim), case.dtype)
+    program.op("attend", input=source, out=out, in_stride=padded(heads * even), out_stride=padded(heads * value_dim),
+               heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=value_dim, keys=keys.struct,
+               values=values.struct, **fields)  # fmt: skip
+    return program.read(out, heads * value_dim, case.dtype).unflatten(1, (heads, value_dim)).double()
+
+
+def spoil(store: Stored, slots: Tensor) -> None:
+    """Make some slots NaN, if a format's numbers can be."""
+    if store.arrays[0].is_floating_point() and store.arrays[0].element_size() > 1:
+        store.arrays[0][:, slots] = math.nan
+
+
+patterns, features_of_logits = st.sampled_from(sorted(PATTERNS)), st.sampled_from(FEATURES)
+
+
 @given(cases, batches, st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), formats, formats,
-       st.sampled_from(sorted(PATTERNS)), st.sampled_from(FEATURES), st.sampled_from([1, 4, 16, 0]))  # fmt: skip
+       patterns, features_of_logits, st.sampled_from([1, 4, 16, 0]))  # fmt: skip
 def test_attention(
     case: Case, shapes: list[tuple[int, int, int]], kv_heads: int, group: int, dim: int, value_dim: int,
-    key_format: str, value_format: str, pattern_name: str, features: str, block_size: int,
+    key_format: str, value_format: str, pattern: str, features: str, block_size: int,
 ) -> None:  # fmt: skip
-    """Sequences of different lengths with empty slots; ``block_size`` 0: a sequence is one block."""
     dim, value_dim = dim + dim % 2 * (key_format == "int4"), value_dim + value_dim % 2 * (value_format == "int4")
-    heads, pattern = kv_heads * group, PATTERNS[pattern_name]
+    check_attention(case, shapes, (kv_heads, group, dim, value_dim), (key_format, value_format), pattern, features,
+                    block_size)  # fmt: skip
+
+
+@given(cases, batches, st.integers(1, 2), st.integers(1, 8), st.sampled_from([32, 64, 96, 128, 160]),
+       st.sampled_from([32, 64, 96, 128]), patterns, features_of_logits, st.sampled_from([8, 16, 48, 0]))  # fmt: skip
+def test_attention_to_vectors_of_whole_panels(
+    case: Case, shapes: list[tuple[int, int, int]], kv_heads: int, group: int, dim: int, value_dim: int,
+    pattern: str, features: str, block_size: int,
+) -> None:  # fmt: skip
+    """Kernels read them where they are stored, if few queries attend to blocks of whole tiles."""
+    name = "bfloat16" if case.dtype is BFLOAT else "float32"
+    check_attention(case, shapes, (kv_heads, group, dim, value_dim), (name, name), pattern, features, block_size)
+
+
+def check_attention(
+    case: Case, shapes: list[tuple[int, int, int]], sizes: tuple[int, int, int, int], formats: tuple[str, str],
+    pattern_name: str, features: str, block_size: int,
+) -> None:  # fmt: skip
+    """Sequences of different lengths; empty slots are NaN if they can be; ``block_size`` 0: a sequence is one block."""
+    (kv_heads, group, dim, value_dim), pattern = sizes, PATTERNS[pattern_name]
+    heads = kv_heads * group
     longest = max(context + new for _, new, context in shapes)
-    block_size = block_size or longest + 3
+    block_size = block_size or -(-(longest + 3) // 16) * 16
     widths = [-(-(context + new) // block_size) for _, new, context in shapes]
     blocks = 1 + sum(seqs * width for (seqs, _, _), width in zip(shapes, widths, strict=True))
     order = (1 + torch.randperm(blocks - 1, generator=case.generator)).tolist()
-    keys = stored(case.numbers(kv_heads, blocks, block_size, dim, dtype=FLOAT), key_format)
-    values = stored(case.numbers(kv_heads, blocks, block_size, value_dim, dtype=FLOAT), value_format)
-    slot_positions = torch.full((blocks, block_size), -1)
-    tables, positions, sub_batches = [], [], (library.SubBatchTable * len(shapes))()
-    for (seqs, new, context), width, entry in zip(shapes, widths, sub_batches, strict=True):
+    keys = stored(case.numbers(kv_heads, blocks, block_size, dim, dtype=FLOAT), formats[0])
+    values = stored(case.numbers(kv_heads, blocks, block_size, value_dim, dtype=FLOAT), formats[1])
+    slot_positions, positions = torch.full((blocks, block_size), -1), []
+    sub_batches = []
+    for (seqs, new, context), width in zip(shapes, widths, strict=True):
         table = torch.zeros(seqs, width, dtype=torch.int64)
         for row in range(seqs):
             end = max(0, context - 40 * row) + new
@@ -655,9 +715,10 @@ def test_attention(
                 if position >= end - new or int(case.integers(9)):
                     slot_positions[table[row, position // block_size], position % block_size] = position
             positions.append(torch.arange(end - new, end))
-        entry.num_seqs, entry.num_new, entry.width, entry.table = seqs, new, width, table.data_ptr()
-        entry.slots = context + new if width == 1 else width * block_size
-        tables.append(table)
+        sub_batches.append(SubBatch(table, new, context + new if width == 1 else width * block_size))
+    known = [store.decode() for store in (keys, values)]
+    for store in (keys, values):
+        spoil(store, slot_positions < 0)
     x = case.numbers(sum(map(len, positions)), heads, dim)
     slopes = torch.rand(heads, generator=case.generator) / 8 if features in ("alibi", "all") else None
     sinks = case.numbers(heads, dtype=FLOAT) if features in ("sink-logits", "all") else None
@@ -670,33 +731,55 @@ def test_attention(
         ahead = torch.arange(far if not pattern.causal else 0, -far - 1, -1)
         rows = buckets[t5_bucket(ahead, 8, far, not pattern.causal)].T.contiguous()
         fields |= {"position_bias": rows, "bias_size": len(ahead), "bias_offset": int(ahead[0])}
-    cache_group = library.GroupInput(
-        None, slot_positions.data_ptr(), ctypes.addressof(sub_batches), len(shapes), block_size,
-        pattern.causal, pattern.window or 0, pattern.num_sinks, pattern.window_step, pattern.layer_window or 0,
-    )  # fmt: skip
-    program = Program(case, len(x), positions=torch.cat(positions), num_groups=1, groups=cache_group)
-    even = dim + dim % 2
-    source, out = (
-        program.input(F.pad(x, (0, even - dim)).flatten(1)),
-        program.buffer(padded(heads * value_dim), case.dtype),
-    )
-    program.op("attend", input=source, out=out, in_stride=padded(heads * even), out_stride=padded(heads * value_dim),
-               heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=value_dim, keys=keys.struct,
-               values=values.struct, **fields)  # fmt: skip
-    actual = program.read(out, heads * value_dim, case.dtype).unflatten(1, (heads, value_dim)).double()
+    actual = attend(case, x, torch.cat(positions), sub_batches, keys, values, slot_positions, pattern, **fields)
 
     params = AttentionParams(scale, softcap, bias=bias, sink_logits=None if sinks is None else sinks.double())
     if buckets is not None:
         params = params._replace(bias=RelativeBuckets(buckets.double(), far, not pattern.causal))
-    largest = float(values.decode().abs().max())
+    largest = float(known[1].abs().max())
     # Logits, weights and what is summed have the precision of the queries.
     error = (2.0**-14 if case.dtype is FLOAT else 2.0**-5) * largest
     start = 0
-    for (seqs, new, _), table in zip(shapes, tables, strict=True):
+    for (seqs, new, _), (table, _, _) in zip(shapes, sub_batches, strict=True):
         q = x[start : start + seqs * new].double().unflatten(0, (seqs, new))
-        k, v = (store.decode()[:, table].transpose(0, 1).flatten(2, 3) for store in (keys, values))
+        k, v = (numbers[:, table].transpose(0, 1).flatten(2, 3) for numbers in known)
         at = torch.cat(positions)[start : start + seqs * new].unflatten(0, (seqs, new))
         mask = AttentionMask(TokenPositions(at), TokenPositions(slot_positions[table].flatten(1)), pattern)
         expected = dot_product_attention(q, k, v, mask, params, kernel="reference").out
         assert float((actual[start : start + seqs * new].unflatten(0, (seqs, new)) - expected).abs().max()) <= error
         start += seqs * new
+
+
+@pytest.mark.parametrize("variant", LIBRARIES)
+@pytest.mark.parametrize("format_name", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize("pattern", ["causal", "sinks"])
+@settings(max_examples=5)
+@given(cases, st.sampled_from([32, 64, 128, 160]), st.integers(1, 8), st.sampled_from([8, 16, 48]))
+def test_a_query_has_the_same_attention_among_others(
+    variant: str, format_name: str, pattern: str, case: Case, dim: int, group: int, block_size: int
+) -> None:
+    """In a prompt, among the last tokens of one, and beside other sequences; slots that it does not see may be NaN."""
+    case = case._replace(variant=variant, dtype=FLOAT if format_name == "float32" else BFLOAT)
+    length, new = 600, 40
+    blocks, heads = -(-length // block_size) + 1, 2 * group
+    keys, values = (stored(case.numbers(2, blocks, block_size, dim, dtype=FLOAT), format_name) for _ in range(2))
+    slot_positions = torch.full((blocks, block_size), -1)
+    table = 1 + torch.randperm(blocks - 1, generator=case.generator)[None]
+    slots = (table[0, :, None] * block_size + torch.arange(block_size)).flatten()[:length]
+    slot_positions.view(-1)[slots] = torch.arange(length)
+    for store in (keys, values):
+        spoil(store, slot_positions < 0)
+    if pattern == "sinks":
+        spoil(values, slot_positions == 20)  # which is read with the sinks
+    x, positions = case.numbers(new, heads, dim), torch.arange(length - new, length)
+
+    def attention(few: int, seqs: int = 1) -> Tensor:
+        batch = [SubBatch(table.repeat(seqs, 1), few, length)]
+        inputs = x[-few:].repeat(seqs, 1, 1), positions[-few:].repeat(seqs), batch
+        out = attend(case, *inputs, keys, values, slot_positions, PATTERNS[pattern], scale=dim**-0.5)
+        return out.unflatten(0, (seqs, few))
+
+    whole = attention(new)[0]
+    assert bool(whole.isfinite().all())
+    for few, seqs in ((1, 1), (1, 20), (2, 1), (5, 13), (30, 2)):
+        assert torch.equal(attention(few, seqs), whole[-few:].expand(seqs, -1, -1, -1)), (few, seqs)

@@ -45,19 +45,29 @@ template <class W> F key_products(const Op& op, const Chunk<W>& chunk, F sums, i
   return x;
 }
 
+// True if a query sees every slot that is not later, and logits are products times a scale.
+inline bool is_plain(const Op& op, const Group& group) {
+  const bool has_window = group.window || group.layer_window;
+  return group.causal && !has_window && !op.slopes && !op.position_bias && op.softcap <= 0;
+}
+
+inline float lowest_position(const Queries& q, int m) {
+  float low = q.position[0];
+  for (int i = 1; i < m; i++) low = q.position[i] < low ? q.position[i] : low;
+  return low;
+}
+
 // Logits [m, CHUNK] of an arranged chunk.
 template <class W>
 void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int count, int m, const Queries& q,
                   float* logits) {
   const int dim = int(round_up(op.head_dim, 2));
-  const bool is_plain = !W::IS_INTEGER && group.causal && !group.window && !group.layer_window && !op.slopes &&
-                        !op.position_bias && op.softcap <= 0;
-  float low = q.position[0];
-  for (int i = 1; i < m; i++) low = q.position[i] < low ? q.position[i] : low;
+  const bool plain = !W::IS_INTEGER && is_plain(op, group);
+  const float low = lowest_position(q, m);
   alignas(64) F acc[ROWS][2];
   for (int tile = 0; tile < count; tile += PANEL) {
     multiply<W>(m, chunk.keys + tile * dim, static_cast<const typename W::T*>(q.vectors), dim, dim, acc);
-    if (is_plain && chunk.highest[tile / PANEL] <= low) {  // all see all
+    if (plain && chunk.highest[tile / PANEL] <= low) {  // all see all
       for (int i = 0; i < m; i++)
         for (int half = 0; half < 2; half++) store(logits + i * CHUNK + tile + half * LANES, acc[i][half] * op.scale);
       continue;
@@ -131,6 +141,12 @@ void weigh(const Op& op, const Chunk<W>& chunk, int count, int m, const float* l
   }
 }
 
+inline bool are_finite(const float* x, int n) {
+  F suspect = F{};
+  for (int i = 0; i < n; i += LANES) suspect += load(x + i) * 0.0f;
+  return sum(suspect) == 0;
+}
+
 // Make numbers of sums of words [m, value_dim], and mend those that are not finite because of an invisible slot.
 template <class W>
 void finish_sums(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits,
@@ -142,9 +158,7 @@ void finish_sums(const Op& op, const Chunk<W>& chunk, int count, int m, const fl
         store(x, integers_to_floats(load(x)) * unpacked[i].scale + unpacked[i].zero);
       continue;
     }
-    F suspect = F{};
-    for (int d = 0; d < value_dim; d += LANES) suspect += load(out + i * value_dim + d) * 0.0f;
-    if (!(sum(suspect) == 0))
+    if (!are_finite(out + i * value_dim, value_dim))
       sum_visible<W>(chunk, count, logits + i * CHUNK, weights + i * CHUNK, value_dim, out + i * value_dim);
   }
 }

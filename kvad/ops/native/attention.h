@@ -1,6 +1,6 @@
 // Rotation, cache writes, and attention over the chunks of sequences.
 #pragma once
-#include "attend_chunk.h"
+#include "attend_tiles.h"
 
 namespace {
 
@@ -203,8 +203,11 @@ template <class W, class C> class Attention {
     memory.chunk.next_first = chunk * CHUNK, memory.chunk.next_slots = batch.slots;
   }
 
-  // True if ``queries`` queries of a unit read the cache's blocks; more of them, and tiles, read an arranged copy.
-  static bool reads_blocks(int64_t queries) {
+  // True if ``queries`` queries of a unit read the cache's blocks; more of them read an arranged copy.
+  bool reads_blocks(int64_t queries) const {
+#ifdef KVAD_TILES
+    if constexpr (std::is_same_v<C, BFloat>) return TileQueries::can_read(op, group, queries);
+#endif
 #ifdef __AVX512F__
     return queries <= REGISTER_ROWS && C::TOGETHER == REGISTER_ROWS;
 #else
@@ -226,6 +229,10 @@ template <class W, class C> class Attention {
   }
 
   void attend_few_rows(int64_t kv, int m, const Queries& rows, Part* parts) {
+#ifdef KVAD_TILES
+    if constexpr (std::is_same_v<C, BFloat>)
+      return TileQueries::attend(op, group, kv, memory.chunk, m, rows, memory.logits, memory.weights, parts, memory.out);
+#endif
 #ifdef __AVX512F__
     switch (m) {
 #define CASE(n) \

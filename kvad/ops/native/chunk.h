@@ -225,27 +225,39 @@ template <class W> struct ReadAhead {
         key_bytes(slot_bytes(*op.keys, op.head_dim)), value_bytes(slot_bytes(*op.values, op.value_dim)),
         distance(int(round_up(DISTANCE / key_bytes, LANES))) {}
 
+  struct Slots {  // some of one store; none if it is null
+    const Store* store = nullptr;
+    int64_t first = 0, bytes = 0;
+    const char* address() const { return static_cast<const char*>(store->data) + first * bytes; }
+  };
+  // What is read after the keys, or values, from slot s of the open chunk: a tile of LANES slots is stored in sequence if
+  // blocks have whole ones.
+  Slots after_keys(int s) const {
+    s += distance;
+    if (s < chunk.count) return {op.keys, keys + chunk.slot[s], key_bytes};
+    if (s < 2 * chunk.count) return {op.values, values + chunk.slot[s - chunk.count], value_bytes};
+    return {};
+  }
+  Slots after_values(int s) const {
+    s += distance;
+    if (s < chunk.count) return {op.values, values + chunk.slot[s], value_bytes};
+    const int64_t slot = chunk.next_first + s - chunk.count;
+    if (slot >= chunk.next_slots) return {};
+    const int64_t block = chunk.next_table[slot / group.block_size];
+    return {op.keys, next_keys + block * group.block_size + slot % group.block_size, key_bytes};
+  }
+
   // GCC removes calls of functions that only do this.
-  __attribute__((always_inline)) static void load(const Store& store, int64_t slot, int64_t bytes, int n) {
-    const char* at = static_cast<const char*>(store.data) + slot * bytes;
-    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-    if (store.scale) __builtin_prefetch(store.scale + slot, 0, 2);
-    if (store.zero) __builtin_prefetch(store.zero + slot, 0, 2);
+  __attribute__((always_inline)) static void load(const Slots& slots, int n) {
+    if (!slots.store) return;
+    const char* at = slots.address();
+    for (int64_t i = 0; i < n * slots.bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    if (slots.store->scale) __builtin_prefetch(slots.store->scale + slots.first, 0, 2);
+    if (slots.store->zero) __builtin_prefetch(slots.store->zero + slots.first, 0, 2);
   }
   // While n keys from slot s are read, which are stored in sequence.
-  __attribute__((always_inline)) void with_keys(int s, int n = 1) const {
-    s += distance;
-    if (s < chunk.count) load(*op.keys, keys + chunk.slot[s], key_bytes, n);
-    else if (s < 2 * chunk.count) load(*op.values, values + chunk.slot[s - chunk.count], value_bytes, n);
-  }
-  __attribute__((always_inline)) void with_values(int s, int n = 1) const {
-    s += distance;
-    if (s < chunk.count) return load(*op.values, values + chunk.slot[s], value_bytes, n);
-    const int64_t slot = chunk.next_first + s - chunk.count;
-    if (slot >= chunk.next_slots) return;
-    const int64_t block = chunk.next_table[slot / group.block_size];
-    load(*op.keys, next_keys + block * group.block_size + slot % group.block_size, key_bytes, n);
-  }
+  __attribute__((always_inline)) void with_keys(int s, int n = 1) const { load(after_keys(s), n); }
+  __attribute__((always_inline)) void with_values(int s, int n = 1) const { load(after_values(s), n); }
 };
 
 template <class W>
