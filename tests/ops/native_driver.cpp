@@ -181,10 +181,14 @@ class Program {
   }
 
   void make_store(Store& to, int format, int dim) {
-    int64_t last = 0;  // used slot; the array ends there or after its tile, because other slots are not read
+    int64_t last = 0;  // used slot; the array ends there, because empty slots are not read, or after its tile of keys
     for (const auto* tokens : {&earlier, &fresh})
       for (const auto& token : *tokens) last = std::max(last, token.second);
-    const bool has_tiles = group.block_size % LANES == 0 && dim % PANEL == 0;
+#ifdef KVAD_TILES
+    const bool has_tiles = &to == &keys && format == STORE_BFLOAT && group.block_size % LANES == 0 && dim % PANEL == 0;
+#else
+    const bool has_tiles = false;
+#endif
     const int64_t used = round_up(last + 1, has_tiles ? LANES : 1);
     const int64_t slots = (kv_heads - 1) * blocks * group.block_size + used;
     to.blocks = blocks, to.format = format;
