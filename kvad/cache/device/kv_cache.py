@@ -14,7 +14,7 @@ read by every sequence of the same input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
@@ -43,9 +43,17 @@ from kvad.cache.device.host_copy import (
 )
 from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds
-from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, BlockStates, LatentValues, LayerTensor, split_slots
+from kvad.cache.device.tensors import (
+    ArrayBlocks,
+    BlockArrays,
+    BlockStates,
+    HostMemory,
+    LatentValues,
+    LayerTensor,
+    split_slots,
+)
 from kvad.cache.device.views import LayerView, ReadPlan, WriteIndex
-from kvad.cache.groups import CacheGroup
+from kvad.cache.groups import CacheGroup, group_bytes
 from kvad.cache.offload import BlockStore
 from kvad.cache.policy import UNBOUNDED
 from kvad.model_input import BlockOps, CacheView, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping
@@ -96,10 +104,12 @@ class KVCache:
         self.stores: list[dict[int, tuple[LayerTensor, LayerTensor]]] = []  # per group, by layer: keys and values
         self.weights: list[dict[int, LayerTensor]] = []  # per group, by layer: the logits of summaries
         self.positions: list[Tensor] = []
+        is_on_host = torch.device(device).type == "cpu"
+        memory = HostMemory(sum(group_bytes(group).total for group in self.groups)) if is_on_host else None
         for group in self.groups:
-            allocate = partial(_allocate, group, device)
+            allocate = partial(_allocate, group, device, memory)
             layers = () if group.is_offloaded else group.layers
-            self.stores.append({layer: _allocate_stores(group, device) for layer in layers})
+            self.stores.append({layer: _allocate_stores(group, allocate) for layer in layers})
             self.weights.append({layer: allocate(group.weight_format, 1) for layer in layers if group.has_summaries})
             shape = group.num_blocks, group.block_size
             self.positions.append(torch.full(shape, -1, dtype=torch.int64, device=device))
@@ -385,13 +395,16 @@ class KVCache:
         return [view for view in views if view is not None]
 
 
-def _allocate_stores(group: CacheGroup, device: torch.device | str) -> tuple[LayerTensor, LayerTensor]:
+def _allocate_stores(group: CacheGroup, allocate: Callable[[str, int], LayerTensor]) -> tuple[LayerTensor, LayerTensor]:
     """Return one layer's keys and values."""
-    keys = _allocate(group, device, group.key_format, group.spec.head_dim)
+    keys = allocate(group.key_format, group.spec.head_dim)
     if group.spec.values_in_keys:
         return keys, LatentValues(keys, group.spec.value_dim)
-    return keys, _allocate(group, device, group.value_format, group.spec.value_dim)
+    return keys, allocate(group.value_format, group.spec.value_dim)
 
 
-def _allocate(group: CacheGroup, device: torch.device | str, format_name: str, dim: int) -> LayerTensor:
-    return LayerTensor(format_name, group.num_blocks, group.spec.num_kv_heads, group.block_size, dim, device)
+def _allocate(
+    group: CacheGroup, device: torch.device | str, memory: HostMemory | None, format_name: str, dim: int
+) -> LayerTensor:
+    spec = group.spec
+    return LayerTensor(format_name, group.num_blocks, spec.num_kv_heads, group.block_size, dim, device, memory)

@@ -36,21 +36,49 @@ ALIGNMENT = 64  # bytes, as torch's own allocations
 HUGE_PAGE = 2 << 20  # bytes; NumPy asks for such pages from 4 MiB on
 
 
-def allocate_head_major(
-    num_blocks: int, num_heads: int, *shape: int, dtype: torch.dtype, fill: float = 0, device: Device
-) -> Tensor:
-    """Allocate [blocks, K, *shape] stored as [K, blocks, *shape].
+class HostMemory:
+    """Zeros in RAM for the arrays of one cache.
 
-    On a CPU the system provides zeros when they are first used, so a pool takes memory as it fills.
+    The system provides memory when it is first used, so a pool takes memory as it fills. All arrays are in one region,
+    so that small ones share huge pages: attention of 8,192 tokens takes half as long as with pages of 4 KiB.
+
+    Args:
+        num_bytes: Size of the region. Arrays that do not fit have their own memory.
     """
-    sizes = num_heads, num_blocks, *shape
-    if fill or torch.device(device).type != "cpu":
-        return torch.full(sizes, fill, dtype=dtype, device=device).transpose(0, 1)
-    num_bytes = math.prod(sizes) * dtype.itemsize
+
+    def __init__(self, num_bytes: int = 0) -> None:
+        self._free = _allocate_zeros(num_bytes) if num_bytes >= 2 * HUGE_PAGE else torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return zeros, bytes [num_bytes]."""
+        if num_bytes > len(self._free):
+            return _allocate_zeros(num_bytes)
+        taken, self._free = self._free[:num_bytes], self._free[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
+        return taken
+
+
+def _allocate_zeros(num_bytes: int) -> Tensor:
     alignment = ALIGNMENT if num_bytes < 2 * HUGE_PAGE else HUGE_PAGE
     raw = torch.from_numpy(np.zeros(num_bytes + alignment, dtype=np.uint8))
     start = -raw.data_ptr() % alignment
-    return raw[start : start + num_bytes].view(dtype).view(sizes).transpose(0, 1)
+    return raw[start : start + num_bytes]
+
+
+def allocate_head_major(
+    num_blocks: int,
+    num_heads: int,
+    *shape: int,
+    dtype: torch.dtype,
+    fill: float = 0,
+    device: Device,
+    memory: HostMemory | None = None,
+) -> Tensor:
+    """Allocate [blocks, K, *shape] stored as [K, blocks, *shape]; zeros on a CPU are taken from ``memory``."""
+    sizes = num_heads, num_blocks, *shape
+    if fill or torch.device(device).type != "cpu":
+        return torch.full(sizes, fill, dtype=dtype, device=device).transpose(0, 1)
+    raw = (memory or HostMemory()).take(math.prod(sizes) * dtype.itemsize)
+    return raw.view(dtype).view(sizes).transpose(0, 1)
 
 
 class BlockTable:
@@ -184,13 +212,21 @@ class LayerTensor(BlockArrays):
         block_size: Slots of a block.
         dim: Numbers of a vector.
         device: Device of the tensors.
+        memory: Where the arrays are allocated on a CPU; by default each is allocated alone.
 
     Raises:
         ConfigError: If torch does not support the format.
     """
 
     def __init__(
-        self, name: str, blocks: int, heads: int, block_size: int, dim: int, device: torch.device | str = "cpu"
+        self,
+        name: str,
+        blocks: int,
+        heads: int,
+        block_size: int,
+        dim: int,
+        device: torch.device | str = "cpu",
+        memory: HostMemory | None = None,
     ) -> None:
         self.format, self.dim = get_format(name), dim
         self.is_blockwise = self.format.is_blockwise  # every write reads it
@@ -199,7 +235,8 @@ class LayerTensor(BlockArrays):
         for array in self.format.arrays(dim):
             lines = block_size if array.granularity == "slot" else 1
             dtype = getattr(torch, array.dtype)
-            arrays.append(allocate_head_major(blocks, heads, lines, array.width, dtype=dtype, device=device))
+            shape = blocks, heads, lines, array.width
+            arrays.append(allocate_head_major(*shape, dtype=dtype, device=device, memory=memory))
         self.arrays, self.data = tuple(arrays), arrays[0]
         self.empty_values = [0] * len(arrays)  # Every format decodes zeros as zeros.
 
