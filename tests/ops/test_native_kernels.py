@@ -659,9 +659,10 @@ def attend(
 
 
 def spoil(store: Stored, slots: Tensor) -> None:
-    """Make some slots NaN, if a format's numbers can be."""
-    if store.arrays[0].is_floating_point() and store.arrays[0].element_size() > 1:
-        store.arrays[0][:, slots] = math.nan
+    """Make some slots NaN, if a format's numbers or scales can be."""
+    for array in store.arrays:
+        if array.is_floating_point() and array.element_size() > 1:
+            array[:, slots] = math.nan
 
 
 patterns, features_of_logits = st.sampled_from(sorted(PATTERNS)), st.sampled_from(FEATURES)
@@ -679,13 +680,14 @@ def test_attention(
 
 
 @given(cases, batches, st.integers(1, 2), st.integers(1, 8), st.sampled_from([32, 64, 96, 128, 160]),
-       st.sampled_from([32, 64, 96, 128]), patterns, features_of_logits, st.sampled_from([8, 16, 48, 320]))  # fmt: skip
+       st.sampled_from([32, 64, 96, 128]), st.sampled_from(["", "int8", "int8", "int4"]), patterns, features_of_logits,
+       st.sampled_from([8, 16, 48, 320]))  # fmt: skip
 def test_attention_to_vectors_of_whole_panels(
     case: Case, shapes: list[tuple[int, int, int]], kv_heads: int, group: int, dim: int, value_dim: int,
-    pattern: str, features: str, block_size: int,
+    packed_format: str, pattern: str, features: str, block_size: int,
 ) -> None:  # fmt: skip
     """Kernels read them where they are stored, if few queries attend to blocks of whole tiles."""
-    name = "bfloat16" if case.dtype is BFLOAT else "float32"
+    name = packed_format or ("bfloat16" if case.dtype is BFLOAT else "float32")
     check_attention(case, shapes, (kv_heads, group, dim, value_dim), (name, name), pattern, features, block_size)
 
 

@@ -92,8 +92,8 @@ void sum_visible(const Chunk<W>& chunk, int count, const float* logits, const ty
   }
 }
 
-// Weights e^(logit - top) of one query, and their sum.
-template <class T> Part soften(const float* logits, int count, T* weights) {
+// Weights e^(logit - top) of one query, LANES at a time, and their sum.
+template <class Put> Part soften(const float* logits, int count, Put put) {
   F top = all(-INFINITY), total = F{};
   for (int s = 0; s < count; s += LANES) top = larger(load(logits + s), top);
   const float best = highest(top);
@@ -101,7 +101,7 @@ template <class T> Part soften(const float* logits, int count, T* weights) {
   for (int s = 0; s < count; s += LANES) {
     F p = exponential(load(logits + s) - base);
     total += p;
-    store(weights + s, p);
+    put(p, s);
   }
   const float whole = sum(total);  // NaN, if a logit is: then no part with it is left out
   return {whole == whole ? best : whole, whole};
@@ -110,20 +110,22 @@ template <class T> Part soften(const float* logits, int count, T* weights) {
 // How sums of values, multiplied by words, become numbers.
 struct Unpacked { float scale, zero; };
 
-// Words of the weights times the scales of the values of visible slots.
+// Weights of one query as words, times the scales of the values of visible slots.
 template <class W>
-Unpacked pack_weights(const Op& op, const Chunk<W>& chunk, int count, const float* logits, float* weights, uint16_t* out) {
+Part soften_words(const Op& op, const Chunk<W>& chunk, int count, const float* logits, float* floats, uint16_t* words,
+                  Unpacked& unpacked) {
   const bool has_zeros = op.values->format == STORE_INT4;
   F top = F{}, zero = F{};
-  for (int s = 0; s < count; s += LANES) {
+  const Part part = soften(logits, count, [&](F p, int s) {
     const I seen = load(logits + s) != -INFINITY;
-    const F p = load(weights + s), x = seen ? p * load(chunk.value_scale + s) : F{};
+    const F x = seen ? p * load(chunk.value_scale + s) : F{};
     if (has_zeros) zero += seen ? p * load(chunk.value_zero + s) : F{};
     top = larger_or_nan(top, x);
-    store(weights + s, x);
-  }
-  const auto put = [&](I numbers, int s) { store_words(numbers, LANES, out + s); };
-  return {to_integers(weights, count, highest_or_nan(top), 32767.0f, put).scale, sum(zero)};
+    store(floats + s, x);
+  });
+  const auto put = [&](I numbers, int s) { store_words(numbers, LANES, words + s); };
+  unpacked = {to_integers(floats, count, highest_or_nan(top), HIGHEST_WORD, put).scale, sum(zero)};
+  return part;
 }
 
 // Weights of m queries as the values are multiplied by them.
@@ -132,12 +134,9 @@ void weigh(const Op& op, const Chunk<W>& chunk, int count, int m, const float* l
            float* floats, Part* parts, Unpacked* unpacked) {
   for (int i = 0; i < m; i++) {
     const float* x = logits + i * CHUNK;
-    if constexpr (W::IS_INTEGER) {
-      parts[i] = soften(x, count, floats);
-      unpacked[i] = pack_weights(op, chunk, count, x, floats, weights + i * CHUNK);
-    } else {
-      parts[i] = soften(x, count, weights + i * CHUNK);
-    }
+    typename W::T* to = weights + i * CHUNK;
+    if constexpr (W::IS_INTEGER) parts[i] = soften_words(op, chunk, count, x, floats, to, unpacked[i]);
+    else parts[i] = soften(x, count, [&](F p, int s) { store(to + s, p); });
   }
 }
 
@@ -282,6 +281,29 @@ template <int FORMAT> __m512i load_bytes(const char* p) {
   return _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi16(both, 4)), _mm512_set1_epi8(15));
 }
 
+// Scales and zeros of a tile's keys and values, which are stored in sequence. What empty slots have does not matter.
+inline void read_scales(const Op& op, const Group& group, int64_t kv, const Chunk<Words>& chunk, int tile) {
+  const auto read = [&](const Store& from, float* scale, float* zero) {
+    const int64_t at = kv * from.blocks * group.block_size + chunk.slot[tile];
+    store(scale + tile, load(from.scale + at));
+    if (from.format == STORE_INT4) store(zero + tile, load(from.zero + at));
+  };
+  read(*op.keys, chunk.key_scale, chunk.key_zero), read(*op.values, chunk.value_scale, chunk.value_zero);
+}
+
+// Numbers FIRST to FIRST + LINES, of 4, of every 16 bytes of four slots, as lines of four bytes per number.
+template <int FORMAT, int FIRST, int LINES>
+void interleave_bytes(const char* at, int64_t bytes, __m512i (&lines)[LINES]) {
+  const __m512i a = load_bytes<FORMAT>(at), b = load_bytes<FORMAT>(at + bytes);
+  const __m512i c = load_bytes<FORMAT>(at + 2 * bytes), d = load_bytes<FORMAT>(at + 3 * bytes);
+  for (int i = 0; i < LINES; i++) {
+    const bool second = (FIRST + i) / 2;
+    const __m512i x = second ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
+    const __m512i y = second ? _mm512_unpackhi_epi8(c, d) : _mm512_unpacklo_epi8(c, d);
+    lines[i] = (FIRST + i) % 2 ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y);
+  }
+}
+
 // Few queries multiply int8 or int4 keys and values as bytes, where they are stored. The words of queries and weights are
 // 256 times a signed byte plus an unsigned one; the sums of both are exact, and so equal those of Words.
 template <int M> struct ByteQueries {
@@ -316,19 +338,12 @@ template <int M> struct ByteQueries {
 
   template <int FORMAT> static constexpr int bytes(int n) { return FORMAT == STORE_INT8 ? n : n / 2; }
 
-  // Scales and zeros of a tile, and zeros for empty slots.
-  static void read_scales(const Store& from, int64_t slot, const float* position, float* scale, float* zero) {
-    const I is_empty = load(position) < 0.0f;
-    store(scale, is_empty ? F{} : load(from.scale + slot));
-    if (from.format == STORE_INT4) store(zero, is_empty ? F{} : load(from.zero + slot));
-  }
-
   template <int FORMAT>
   static void logits(const Op& op, const Group& group, int64_t kv, Chunk<Words>& chunk, const Queries& queries,
                      float* out) {
     const int dim = op.head_dim;
     const Bytes q(static_cast<const uint16_t*>(queries.vectors), dim, dim);
-    const int64_t keys = kv * op.keys->blocks * group.block_size, values = kv * op.values->blocks * group.block_size;
+    const int64_t keys = kv * op.keys->blocks * group.block_size;
     __m512i raised[M];  // what the keys add that are raised by 128, so that they are unsigned
     for (int i = 0; i < M; i++) {
       int32_t total = 0;
@@ -355,27 +370,12 @@ template <int M> struct ByteQueries {
           }
         }
       }
-      read_scales(*op.keys, keys + chunk.slot[at], chunk.position + at, chunk.key_scale + at, chunk.key_zero + at);
-      read_scales(*op.values, values + chunk.slot[at], chunk.position + at, chunk.value_scale + at,
-                  chunk.value_zero + at);
+      read_scales(op, group, kv, chunk, at);
       for (int i = 0; i < M; i++) {
         const F sums = join(_mm512_sub_epi32(high[i], raised[i]), low[i]);
         store(out + i * CHUNK + at, finish_logits(op, group, key_products(op, chunk, sums, at, queries, i),
                                                   chunk.position + at, queries.position[i], queries.head[i]));
       }
-    }
-  }
-
-  // Numbers FIRST to FIRST + LINES, of 4, of every 16 bytes of four slots, as lines of four bytes per number.
-  template <int FORMAT, int FIRST, int LINES>
-  static void load_values(const char* at, int64_t bytes, __m512i (&lines)[LINES]) {
-    const __m512i a = load_bytes<FORMAT>(at), b = load_bytes<FORMAT>(at + bytes);
-    const __m512i c = load_bytes<FORMAT>(at + 2 * bytes), d = load_bytes<FORMAT>(at + 3 * bytes);
-    for (int i = 0; i < LINES; i++) {
-      const bool second = (FIRST + i) / 2;
-      const __m512i x = second ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
-      const __m512i y = second ? _mm512_unpackhi_epi8(c, d) : _mm512_unpacklo_epi8(c, d);
-      lines[i] = (FIRST + i) % 2 ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y);
     }
   }
 
@@ -393,7 +393,7 @@ template <int M> struct ByteQueries {
       if (d + FIRST == 0) ahead.with_values(at, LANES);
       for (int s = 0; s < LANES; s += 4) {
         __m512i lines[LINES];
-        load_values<FORMAT, FIRST>(tile + s * slot, slot, lines);
+        interleave_bytes<FORMAT, FIRST>(tile + s * slot, slot, lines);
 #pragma GCC unroll 12
         for (int i = 0; i < M; i++) {
           const __m512i a = four(p.high + i * CHUNK + at + s), b = four(p.low + i * CHUNK + at + s);

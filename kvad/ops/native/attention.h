@@ -182,7 +182,7 @@ template <class W, class C> class Attention {
       std::memcpy(to, from, dim * sizeof(T));
     } else {
       const auto put = [&](I numbers, int d) { store_words(numbers, dim - d, to + d); };
-      const Integers integers = to_integers(from, dim, largest_of(from, dim), 32767.0f, put);
+      const Integers integers = to_integers(from, dim, largest_of(from, dim), HIGHEST_WORD, put);
       query_scale[i] = integers.scale, query_sum[i] = float(integers.sum) * integers.scale;
     }
   }
@@ -203,11 +203,16 @@ template <class W, class C> class Attention {
     memory.chunk.next_first = chunk * CHUNK, memory.chunk.next_slots = batch.slots;
   }
 
+  bool reads_by_tiles(int64_t queries) const {
+#ifdef KVAD_TILES
+    if constexpr (!std::is_same_v<C, Float>) return TileQueries<C>::can_read(op, group, queries);
+#endif
+    return false;
+  }
+
   // True if ``queries`` queries of a unit read the cache's blocks; more of them read an arranged copy.
   bool reads_blocks(int64_t queries) const {
-#ifdef KVAD_TILES
-    if constexpr (std::is_same_v<C, BFloat>) return TileQueries::can_read(op, group, queries);
-#endif
+    if (reads_by_tiles(queries)) return true;
 #ifdef __AVX512F__
     return queries <= REGISTER_ROWS && C::TOGETHER == REGISTER_ROWS;
 #else
@@ -230,8 +235,10 @@ template <class W, class C> class Attention {
 
   void attend_few_rows(int64_t kv, int m, const Queries& rows, Part* parts) {
 #ifdef KVAD_TILES
-    if constexpr (std::is_same_v<C, BFloat>)
-      return TileQueries::attend(op, group, kv, memory.chunk, m, rows, memory.logits, memory.weights, parts, memory.out);
+    if constexpr (!std::is_same_v<C, Float>)
+      if (reads_by_tiles(m))
+        return TileQueries<C>::attend(op, group, kv, memory.chunk, m, rows, memory.logits, memory.weights, memory.floats,
+                                      parts, memory.out);
 #endif
 #ifdef __AVX512F__
     switch (m) {

@@ -144,6 +144,9 @@ inline int32_t sum_of(I x) {
 #endif
 }
 inline float highest(F x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#endif
   float top = x[0];
   for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
   return top;
@@ -261,6 +264,8 @@ inline VI dot_bytes(VI sum, VI w, const void* x) {  // sum + four unsigned numbe
 }
 #endif
 
+constexpr float HIGHEST_WORD = 127 * 256 + 127;  // of queries and weights: 256 times a signed byte plus another
+
 // 16-bit integers: the sums are integers of 32 bits, in the bits of V.
 struct Words {
   typedef uint16_t T;
@@ -285,8 +290,13 @@ template <class T, class Put> inline Integers to_integers(const T* from, int n, 
   I total = I{};
   for (int i = 0; i < n; i += LANES) {
     const F x = load_wide(from + i, n - i) * inverse;
+#if defined(__AVX512F__)
+    const __mmask16 is_valid = _mm512_cmp_ps_mask(_mm512_abs_ps((__m512)x), _mm512_set1_ps(highest + 0.5f), _CMP_LT_OQ);
+    const I numbers = (I)_mm512_maskz_cvtps_epi32(is_valid, (__m512)x);
+#else
     const I rounded = as_ints(x + 12582912.0f) - as_ints(all(12582912.0f));  // in the low bits
     const I numbers = ((x > -highest - 0.5f) & (x < highest + 0.5f)) & rounded;
+#endif
     total += numbers;
     put(numbers, i);
   }
