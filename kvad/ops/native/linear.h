@@ -59,6 +59,7 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
   const T* w = static_cast<const T*>(op.weight);
   const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL, high = run.high(panels);
   const Blocks<W> blocks(op, rows);
+  constexpr int64_t few = W::TOGETHER > REGISTER_ROWS ? LANES : 1;  // rows of one tile; the processor alone loads ahead faster
   alignas(64) F own[ROWS][2];
   for (int64_t first = 0; first < rows; first += blocks.rows) {
     const int64_t end = smaller(first + blocks.rows, rows), passes = (end - first + W::TOGETHER - 1) / W::TOGETHER;
@@ -70,7 +71,7 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
           for (int64_t row = first; row < end; row += W::TOGETHER) {
             const int m = int(smaller(end - row, int64_t(W::TOGETHER)));
             Ahead ahead;
-            ahead.panel = rows > 1 && passes == 1;
+            ahead.panel = rows > few && passes == 1;
             // The passes after the first one would not use the memory.
             if (passes > 1 && panel + 1 < last)
               ahead.read_next(w + (panel + 1) * size + from * PANEL, (row - first) / W::TOGETHER, passes, steps);
