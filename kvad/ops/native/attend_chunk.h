@@ -304,6 +304,14 @@ void interleave_bytes(const char* at, int64_t bytes, __m512i (&lines)[LINES]) {
   }
 }
 
+// Write the sums of a line of ``interleave_bytes``, which belong to 4 of every 16 numbers.
+inline void store_line(F sums, float* out) {
+  for (int part = 0; part < 4; part++) std::memcpy(out + 16 * part, reinterpret_cast<const float*>(&sums) + 4 * part, 16);
+}
+
+// 256 times the sums of high bytes, plus those of low ones.
+inline F join_bytes(__m512i high, __m512i low) { return (F)_mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+
 // Few queries multiply int8 or int4 keys and values as bytes, where they are stored. The words of queries and weights are
 // 256 times a signed byte plus an unsigned one; the sums of both are exact, and so equal those of Words.
 template <int M> struct ByteQueries {
@@ -333,8 +341,6 @@ template <int M> struct ByteQueries {
     std::memcpy(&bytes, p, 4);
     return _mm512_set1_epi32(bytes);
   }
-  // 256 times the sums of high bytes, plus those of low ones.
-  static F join(__m512i high, __m512i low) { return (F)_mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 
   template <int FORMAT> static constexpr int bytes(int n) { return FORMAT == STORE_INT8 ? n : n / 2; }
 
@@ -372,7 +378,7 @@ template <int M> struct ByteQueries {
       }
       read_scales(op, group, kv, chunk, at);
       for (int i = 0; i < M; i++) {
-        const F sums = join(_mm512_sub_epi32(high[i], raised[i]), low[i]);
+        const F sums = join_bytes(_mm512_sub_epi32(high[i], raised[i]), low[i]);
         store(out + i * CHUNK + at, finish_logits(op, group, key_products(op, chunk, sums, at, queries, i),
                                                   chunk.position + at, queries.position[i], queries.head[i]));
       }
@@ -406,12 +412,8 @@ template <int M> struct ByteQueries {
       }
     }
     for (int i = 0; i < M; i++)
-      for (int line = 0; line < LINES; line++) {
-        const F sums = join(high[i][line], low[i][line]);
-        for (int part = 0; part < 4; part++)
-          std::memcpy(out + i * op.value_dim + d + 16 * part + 4 * (FIRST + line),
-                      reinterpret_cast<const float*>(&sums) + 4 * part, 16);
-      }
+      for (int line = 0; line < LINES; line++)
+        store_line(join_bytes(high[i][line], low[i][line]), out + i * op.value_dim + d + 4 * (FIRST + line));
     if constexpr (FIRST + LINES < 4) add_values<FORMAT, FIRST + LINES>(op, group, kv, chunk, d, p, out);
   }
 

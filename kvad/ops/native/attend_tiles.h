@@ -11,6 +11,7 @@ namespace {
 template <class W> struct TileQueries {
   typedef typename W::T T;
   typedef std::conditional_t<W::IS_INTEGER, int8_t, bf16> Stored;
+  static constexpr TileProduct KIND = W::IS_INTEGER ? SIGNED_BYTES : BFLOATS;
   static constexpr int DEPTH = 64;         // bytes of a row of a tile
   static constexpr int TILE = 16 * DEPTH;  // bytes
   static constexpr int MAX_STEPS = 4;      // tiles of DEPTH bytes of each query
@@ -133,8 +134,7 @@ template <class W> struct TileQueries {
   if (STEPS > step) {                                                    \
     _tile_loadd(a, from + step * DEPTH / sizeof(Stored), STEPS * DEPTH); \
     read_ahead(next + step * TILE, TILE);                                \
-    if constexpr (W::IS_INTEGER) _tile_dpbssd(sum, a, b);                \
-    else _tile_dpbf16ps(sum, a, b);                                      \
+    KVAD_PRODUCT(sum, a, b);                                             \
   }
 #define KVAD_SLOTS(sum)                                                                             \
   {                                                                                                 \
@@ -167,17 +167,33 @@ template <class W> struct TileQueries {
   }
 
   // Both halves of a panel of slots where they are stored, or in a copy in which empty slots have zeros.
-  static void find_values(const Op& op, const bf16* values, const Chunk<W>& chunk, int first,
+  static void find_values(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, int first,
                           const bf16* (&halves)[2]) {
     const int64_t dim = op.value_dim;
-    for (int half = 0; half < 2; half++) halves[half] = values + chunk.slot[first + half * LANES] * dim;
+    for (int half = 0; half < 2; half++)
+      halves[half] = head_of(*op.values, group, kv, int(dim)) + chunk.slot[first + half * LANES] * dim;
     if (chunk.highest[first / PANEL] != INFINITY) return;
-    for (int i = 0; i < PANEL; i++) {
-      bf16* to = chunk.decoded_values + i * dim;
-      if (chunk.position[first + i] < 0) std::memset(to, 0, dim * sizeof(bf16));
-      else std::memcpy(to, values + chunk.slot[first + i] * dim, dim * sizeof(bf16));
+    for (int half = 0; half < 2; half++) {
+      read_values(op, group, kv, first + half * LANES, chunk);
+      halves[half] = chunk.decoded_values + half * LANES * dim;
     }
-    halves[0] = chunk.decoded_values, halves[1] = chunk.decoded_values + LANES * dim;
+    for (int i = 0; i < PANEL; i++)
+      std::memcpy(chunk.decoded_values + i * dim, chunk.value[first + i], dim * sizeof(bf16));
+  }
+
+  // Add the products of weights, rows of a tile, and some tiles of values.
+  template <int TILES> static void add_lines(const void* weights, int64_t stride, const void* lines) {
+    const char* from = static_cast<const char*>(lines);
+    _tile_loadd(4, weights, stride);
+    _tile_loadd(6, from, DEPTH);
+    KVAD_PRODUCT(0, 4, 6);
+    _tile_loadd(7, from + TILE, DEPTH);
+    KVAD_PRODUCT(1, 4, 7);
+    if (TILES == 2) return;
+    _tile_loadd(6, from + 2 * TILE, DEPTH);
+    KVAD_PRODUCT(2, 4, 6);
+    _tile_loadd(7, from + 3 * TILE, DEPTH);
+    KVAD_PRODUCT(3, 4, 7);
   }
 
   static void store_sums(void* to) {
@@ -191,7 +207,7 @@ template <class W> struct TileQueries {
 
   // Sums of PANELS * PANEL dims of bfloat16 from dim d.
   template <int PANELS>
-  static void sum_values(const Op& op, const Group& group, int64_t kv, const Chunk<W>& chunk, int m, int d,
+  static void sum_values(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, int m, int d,
                          const bf16* weights, float* out) {
     const int64_t dim = op.value_dim;
     const bf16* values = head_of(*op.values, group, kv, int(dim));
@@ -199,7 +215,7 @@ template <class W> struct TileQueries {
     alignas(64) bf16 lines[2][2 * PANELS][LANES * PANEL];  // pairs of slots: dims 0 to 3 and 4 to 7 of every 8 of a panel
     const auto pair_slots = [&](int s) {
       const bf16* halves[2];
-      find_values(op, values, chunk, s, halves);
+      find_values(op, group, kv, chunk, s, halves);
       bf16* to = lines[s / PANEL % 2][0];
       for (int half = 0; half < 2; half++) {
         const bf16* from = halves[half] + d;
@@ -219,17 +235,7 @@ template <class W> struct TileQueries {
     pair_slots(0);
     for (int s = 0; s < chunk.count; s += PANEL) {
       if (s + PANEL < chunk.count) pair_slots(s + PANEL);
-      const auto& from = lines[s / PANEL % 2];
-      _tile_loadd(4, weights + s, 2 * CHUNK);  // rows from m on are not used
-      _tile_loadd(6, from[0], DEPTH);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, from[1], DEPTH);
-      _tile_dpbf16ps(1, 4, 7);
-      if (PANELS == 1) continue;
-      _tile_loadd(6, from[2 * PANELS - 2], DEPTH);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, from[2 * PANELS - 1], DEPTH);
-      _tile_dpbf16ps(3, 4, 7);
+      add_lines<2 * PANELS>(weights + s, 2 * CHUNK, lines[s / PANEL % 2][0]);  // rows from m on are not used
     }
     alignas(64) float sums[4][LANES * LANES];
     store_sums(sums);
@@ -260,29 +266,18 @@ template <class W> struct TileQueries {
     arrange(0);
     for (int s = 0; s < chunk.count; s += DEPTH) {
       if (s + DEPTH < chunk.count) arrange(s + DEPTH);
-      const auto& from = lines[s / DEPTH % 2];
-      _tile_loadd(4, weights + s, CHUNK);
-      _tile_loadd(6, from[0], DEPTH);
-      _tile_dpbssd(0, 4, 6);
-      _tile_loadd(7, from[1], DEPTH);
-      _tile_dpbssd(1, 4, 7);
-      _tile_loadd(6, from[2], DEPTH);
-      _tile_dpbssd(2, 4, 6);
-      _tile_loadd(7, from[3], DEPTH);
-      _tile_dpbssd(3, 4, 7);
+      add_lines<4>(weights + s, CHUNK, lines[s / DEPTH % 2][0]);
     }
     alignas(64) int32_t sums[4][LANES][LANES];
     store_sums(sums);
     for (int i = 0; i < m; i++)
       for (int t = 0; t < 4; t++) {
         const __m512i high = _mm512_load_si512(sums[t][i]), low = _mm512_load_si512(sums[t][MAX_QUERIES + i]);
-        const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-        for (int part = 0; part < 4; part++)
-          std::memcpy(out + i * dim + d + 16 * part + 4 * t, reinterpret_cast<const int32_t*>(&whole) + 4 * part, 16);
+        store_line(join_bytes(high, low), out + i * dim + d + 4 * t);
       }
   }
 
-  static void values(const Op& op, const Group& group, int64_t kv, const Chunk<W>& chunk, int m, const T* weights,
+  static void values(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, int m, const T* weights,
                      float* out) {
     int d = 0;
     if constexpr (W::IS_INTEGER) {

@@ -42,12 +42,14 @@ inline void configure_tiles(int rows, int depth) {
 
 enum TileProduct { BFLOATS, SIGNED_BYTES, UNSIGNED_BYTES };  // of x; weights are bfloat16 or signed bytes
 
-// Add the products of ``depth`` bytes of each row by those of a panel, whose rows have steps of 4 bytes.
-template <TileProduct KIND> inline void add_tiles(int rows, const void* w, const void* x, int64_t row_bytes) {
+// Tiles are named by literals. KIND: the TileProduct, a constant where this stands.
 #define KVAD_PRODUCT(sum, a, b)                                   \
   if constexpr (KIND == BFLOATS) _tile_dpbf16ps(sum, a, b);       \
   else if constexpr (KIND == SIGNED_BYTES) _tile_dpbssd(sum, a, b); \
   else _tile_dpbusd(sum, a, b)
+
+// Add the products of ``depth`` bytes of each row by those of a panel, whose rows have steps of 4 bytes.
+template <TileProduct KIND> inline void add_tiles(int rows, const void* w, const void* x, int64_t row_bytes) {
   const char *panel = static_cast<const char*>(w), *from = static_cast<const char*>(x);
   publish(x);
   _tile_loadd(6, panel, 4 * PANEL);
@@ -59,7 +61,6 @@ template <TileProduct KIND> inline void add_tiles(int rows, const void* w, const
   _tile_loadd(5, from + 16 * row_bytes, row_bytes);
   KVAD_PRODUCT(2, 5, 6);
   KVAD_PRODUCT(3, 5, 7);
-#undef KVAD_PRODUCT
 }
 
 inline void clear_tiles() {
