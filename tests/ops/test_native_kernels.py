@@ -740,7 +740,7 @@ def check_attention(
         params = params._replace(bias=RelativeBuckets(buckets.double(), far, not pattern.causal))
     largest = float(known[1].abs().max())
     # Logits, weights and what is summed have the precision of the queries.
-    error = (2.0**-14 if case.dtype is FLOAT else 2.0**-5) * largest
+    error = (2.0**-18 if case.dtype is FLOAT else 2.0**-5) * largest
     start = 0
     for (seqs, new, _), (table, _, _) in zip(shapes, sub_batches, strict=True):
         q = x[start : start + seqs * new].double().unflatten(0, (seqs, new))

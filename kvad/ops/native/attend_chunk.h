@@ -4,18 +4,22 @@
 
 namespace {
 
-struct Part { float top, total; };  // of one query over some slots: largest logit, sum of e^(logit - top)
+struct Part { float top, total; };  // of one query over some slots: largest logit, sum of 2^(logit - top)
+
+// Logits are times this number: e^logit is then a power of two.
+constexpr float LOG2_E = 1.44269504f;
+inline F scale_product(const Op& op, F product) { return product * (op.scale * LOG2_E); }
 
 // Logits of a query and LANES slots from their products; -inf if invisible.
 inline F finish_logits(const Op& op, const Group& group, F product, const float* position, float query, int head) {
-  F x = product * op.scale, p = load(position), ahead = query - p;
-  if (op.softcap > 0) x = op.softcap * tangent(x / op.softcap);
-  if (op.slopes) x -= op.slopes[head] * larger(ahead, -ahead);
+  F x = scale_product(op, product), p = load(position), ahead = query - p;
+  if (op.softcap > 0) x = op.softcap * LOG2_E * tangent(x / (op.softcap * LOG2_E));
+  if (op.slopes) x -= op.slopes[head] * LOG2_E * larger(ahead, -ahead);
   if (op.position_bias)
     for (int j = 0; j < LANES; j++) {
       const float at = ahead[j] + op.bias_offset;
       const int distance = at < 0 ? 0 : at >= op.bias_size ? op.bias_size - 1 : int(at);
-      x[j] += op.position_bias[head * op.bias_size + distance];
+      x[j] += op.position_bias[head * op.bias_size + distance] * LOG2_E;
     }
   I seen = p >= 0.0f;
   if (group.window && group.window_step != 1) {
@@ -69,7 +73,8 @@ void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int c
     multiply<W>(m, chunk.keys + tile * dim, static_cast<const typename W::T*>(q.vectors), dim, dim, acc);
     if (plain && chunk.highest[tile / PANEL] <= low) {  // all see all
       for (int i = 0; i < m; i++)
-        for (int half = 0; half < 2; half++) store(logits + i * CHUNK + tile + half * LANES, acc[i][half] * op.scale);
+        for (int half = 0; half < 2; half++)
+          store(logits + i * CHUNK + tile + half * LANES, scale_product(op, acc[i][half]));
       continue;
     }
     for (int i = 0; i < m; i++)
@@ -92,19 +97,24 @@ void sum_visible(const Chunk<W>& chunk, int count, const float* logits, const ty
   }
 }
 
-// Weights e^(logit - top) of one query, LANES at a time, and their sum.
-template <class Put> Part soften(const float* logits, int count, Put put) {
-  F top = all(-INFINITY), total = F{};
-  for (int s = 0; s < count; s += LANES) top = larger(load(logits + s), top);
-  const float best = highest(top);
-  const F base = all(best == -INFINITY ? 0.0f : best);
+// The largest logit, or part of one, of some; count: a multiple of PANEL.
+inline float largest_logit(const float* logits, int count) {
+  F top[2] = {all(-INFINITY), all(-INFINITY)};
+  for (int s = 0; s < count; s += PANEL)
+    for (int half = 0; half < 2; half++) top[half] = larger(load(logits + s + half * LANES), top[half]);
+  return highest(larger(top[0], top[1]));
+}
+
+// Weights 2^(logit - top) of one query, LANES at a time, and their sums.
+template <class Put> F soften(const float* logits, int count, float top, Put put) {
+  const F base = all(top == -INFINITY ? 0.0f : top);
+  F total = F{};
   for (int s = 0; s < count; s += LANES) {
-    F p = exponential(load(logits + s) - base);
+    F p = power_of_two(load(logits + s) - base);
     total += p;
     put(p, s);
   }
-  const float whole = sum(total);  // NaN, if a logit is: then no part with it is left out
-  return {whole == whole ? best : whole, whole};
+  return total;
 }
 
 // How sums of values, multiplied by words, become numbers.
@@ -112,11 +122,11 @@ struct Unpacked { float scale, zero; };
 
 // Weights of one query as words, times the scales of the values of visible slots.
 template <class W>
-Part soften_words(const Op& op, const Chunk<W>& chunk, int count, const float* logits, float* floats, uint16_t* words,
-                  Unpacked& unpacked) {
+F soften_words(const Op& op, const Chunk<W>& chunk, int count, const float* logits, float largest, float* floats,
+               uint16_t* words, Unpacked& unpacked) {
   const bool has_zeros = op.values->format == STORE_INT4;
   F top = F{}, zero = F{};
-  const Part part = soften(logits, count, [&](F p, int s) {
+  const F total = soften(logits, count, largest, [&](F p, int s) {
     const I seen = load(logits + s) != -INFINITY;
     const F x = seen ? p * load(chunk.value_scale + s) : F{};
     if (has_zeros) zero += seen ? p * load(chunk.value_zero + s) : F{};
@@ -125,18 +135,24 @@ Part soften_words(const Op& op, const Chunk<W>& chunk, int count, const float* l
   });
   const auto put = [&](I numbers, int s) { store_words(numbers, LANES, words + s); };
   unpacked = {to_integers(floats, count, highest_or_nan(top), HIGHEST_WORD, put).scale, sum(zero)};
-  return part;
+  return total;
 }
 
-// Weights of m queries as the values are multiplied by them.
+// Weights of m queries as the values are multiplied by them. A loop for each part: none waits for that of one query.
 template <class W>
 void weigh(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits, typename W::T* weights,
            float* floats, Part* parts, Unpacked* unpacked) {
+  F totals[ROWS];
+  for (int i = 0; i < m; i++) parts[i].top = largest_logit(logits + i * CHUNK, count);
   for (int i = 0; i < m; i++) {
     const float* x = logits + i * CHUNK;
     typename W::T* to = weights + i * CHUNK;
-    if constexpr (W::IS_INTEGER) parts[i] = soften_words(op, chunk, count, x, floats, to, unpacked[i]);
-    else parts[i] = soften(x, count, [&](F p, int s) { store(to + s, p); });
+    if constexpr (W::IS_INTEGER) totals[i] = soften_words(op, chunk, count, x, parts[i].top, floats, to, unpacked[i]);
+    else totals[i] = soften(x, count, parts[i].top, [&](F p, int s) { store(to + s, p); });
+  }
+  for (int i = 0; i < m; i++) {
+    parts[i].total = sum(totals[i]);
+    if (parts[i].total != parts[i].total) parts[i].top = parts[i].total;  // NaN: then no part with it is left out
   }
 }
 
@@ -196,17 +212,28 @@ template <class W, int M> struct FewQueries {
     int32_t* arranged = reinterpret_cast<int32_t*>(chunk.keys);  // [words, LINE]
     for (int first = 0; first < chunk.count; first += LINE) {
       const int tiles = chunk.count - first < LINE ? (chunk.count - first) / LANES : TILES;
+      const char* next[TILES];  // a line of each is loaded with every word
+      for (const char*& each : next) each = reinterpret_cast<const char*>(arranged);
       for (int tile = 0; tile < tiles; tile++) {
-        for (int i = 0; i < LANES; i++) ahead.with_keys(first + tile * LANES + i);
-        arrange_tile(op, group, kv, chunk, first + tile * LANES, arranged + tile * LANES);
+        const int at = first + tile * LANES;
+        Row rows[LANES];
+        if (find_tile(*op.keys, op.head_dim, group, kv, chunk, at, rows)) {
+          next[tile] = ahead.after_keys(at).address(arranged);
+        } else {
+          for (int i = 0; i < LANES; i++) ahead.with_keys(at + i);
+          read_keys(op, group, kv, at, chunk, rows);
+        }
+        transpose_words<LINE>(reinterpret_cast<const int32_t* const*>(rows), words, arranged + tile * LANES);
       }
       V acc[TILES][M] = {};
       for (int word = 0; word < words; word++) {
 #pragma GCC unroll 8
-        for (int tile = 0; tile < TILES; tile++)
+        for (int tile = 0; tile < TILES; tile++) {
+          __builtin_prefetch(next[tile] + 64 * word, 0, 2);
 #pragma GCC unroll 12
           for (int i = 0; i < M; i++)
             acc[tile][i] = W::dot(acc[tile][i], load_step(arranged + word * LINE + tile * LANES), q + i * dim + word * W::STEP);
+        }
       }
       for (int tile = 0; tile < tiles; tile++)
         for (int i = 0; i < M; i++) {
@@ -216,12 +243,6 @@ template <class W, int M> struct FewQueries {
                               queries.position[i], queries.head[i]));
         }
     }
-  }
-
-  static void arrange_tile(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, int tile, int32_t* out) {
-    Row rows[LANES];
-    read_keys(op, group, kv, tile, chunk, rows);
-    transpose_words<LINE>(reinterpret_cast<const int32_t* const*>(rows), int(round_up(op.head_dim, 2)) / W::STEP, out);
   }
 
   // Two lines of LANES dims each, of a step of slots.
@@ -240,9 +261,14 @@ template <class W, int M> struct FewQueries {
     for (int panel = 0; panel < PANELS; panel++)
 #pragma GCC unroll 12
       for (int i = 0; i < M; i++) acc[panel][i][0] = acc[panel][i][1] = V{};
+    const bool in_sequence = group.block_size % LANES == 0;  // the slots of a tile
+    const int64_t bytes = W::STEP * ahead.value_bytes;       // of a step
+    const char* next = nullptr;
     for (int s = 0; s < chunk.count; s += W::STEP) {
-      if (!d)
-        for (int i = 0; i < W::STEP; i++) ahead.with_values(s + i);
+      if (!d) {
+        next = s % LANES && in_sequence ? next + bytes : ahead.after_values(s).address(chunk.values);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+      }
 #pragma GCC unroll 2
       for (int panel = 0; panel < PANELS; panel++) {
         VI lines[2];
@@ -449,7 +475,9 @@ void attend_few(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, c
     }
 #endif
   FewQueries<W, M>::logits(op, group, kv, chunk, queries, logits);
-  for (int tile = 0; tile < chunk.count; tile += LANES) read_values(op, group, kv, tile, chunk);
+  for (int tile = 0; tile < chunk.count; tile += LANES)
+    if (!find_tile(*op.values, op.value_dim, group, kv, chunk, tile, chunk.value + tile))
+      read_values(op, group, kv, tile, chunk);
   finish([&] { FewQueries<W, M>::values(op, group, kv, chunk, weights, out); });
 }
 #endif

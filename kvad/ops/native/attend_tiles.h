@@ -33,7 +33,7 @@ template <class W> struct TileQueries {
   }
   static const char* address(const typename ReadAhead<W>::Slots& slots, const void* otherwise) {
     if (W::IS_INTEGER && slots.store) __builtin_prefetch(slots.store->scale + slots.first, 0, 2);
-    return slots.store ? slots.address() : static_cast<const char*>(otherwise);
+    return slots.address(otherwise);
   }
   static const Stored* head_of(const Store& store, const Group& group, int64_t kv, int dim) {
     return static_cast<const Stored*>(store.data) + kv * store.blocks * group.block_size * dim;
@@ -121,7 +121,7 @@ template <class W> struct TileQueries {
         }
         each_column(m, from, [&](F product, int i) {
           product = key_products(op, chunk, product, at, queries, i);
-          store(out + i * CHUNK + at, all_seen ? product * op.scale
+          store(out + i * CHUNK + at, all_seen ? scale_product(op, product)
                                                : finish_logits(op, group, product, chunk.position + at,
                                                                queries.position[i], queries.head[i]));
         });

@@ -66,7 +66,7 @@ template <class W> void rotate(const Run& run, const Op& op) {
 inline void merge(Part& to, float* out, const Part& part, const float* from, int dim) {
   if (part.top == -INFINITY) return;
   if (to.top == -INFINITY) return void((to = part, std::memcpy(out, from, dim * 4)));
-  const float top = to.top > part.top ? to.top : part.top, a = std::exp(to.top - top), b = std::exp(part.top - top);
+  const float top = to.top > part.top ? to.top : part.top, a = std::exp2(to.top - top), b = std::exp2(part.top - top);
   to = {top, to.total * a + part.total * b};
   for (int d = 0; d < dim; d += LANES) store(out + d, load(out + d) * a + load(from + d) * b);
 }
@@ -75,9 +75,9 @@ template <class T> void write_result(const Op& op, int head, Part part, const fl
   if (head == op.heads - 1)
     for (int i = op.value_dim; i + head * op.value_dim < op.out_stride; i++) put(out + i, 0);
   if (op.sink_logits) {  // one more logit, without a value
-    const float sink = op.sink_logits[head], top = part.top > sink ? part.top : sink;
-    const float a = part.top == -INFINITY ? 0.0f : std::exp(part.top - top);
-    const float total = part.total * a + std::exp(sink - top), factor = a / total;
+    const float sink = op.sink_logits[head] * LOG2_E, top = part.top > sink ? part.top : sink;
+    const float a = part.top == -INFINITY ? 0.0f : std::exp2(part.top - top);
+    const float total = part.total * a + std::exp2(sink - top), factor = a / total;
     for (int d = 0; d < op.value_dim; d += LANES) store_first(out + d, load(from + d) * factor, op.value_dim - d);
     return;
   }

@@ -210,6 +210,17 @@ void read_tile(const Store& store, int64_t first, int dim, int padded, const Chu
   }
 }
 
+// Find the vectors of LANES slots that are stored in sequence, none of them empty. False if there are others.
+template <class W>
+bool find_tile(const Store& store, int dim, const Group& group, int64_t kv, const Chunk<W>& chunk, int tile,
+               const typename W::T** rows) {
+  const typename W::T* data = W::IS_INTEGER ? nullptr : direct<typename W::T>(store, dim);
+  if (!data || group.block_size % LANES || chunk.highest[tile / PANEL] == INFINITY) return false;
+  data += (kv * store.blocks * group.block_size + chunk.slot[tile]) * dim;
+  for (int i = 0; i < LANES; i++) rows[i] = data + i * dim;
+  return true;
+}
+
 // Loads what is read DISTANCE bytes after the keys, and then the values, of an open chunk, into the L2 cache.
 template <class W> struct ReadAhead {
   static constexpr int64_t DISTANCE = 6144;
@@ -228,7 +239,9 @@ template <class W> struct ReadAhead {
   struct Slots {  // some of one store; none if it is null
     const Store* store = nullptr;
     int64_t first = 0, bytes = 0;
-    const char* address() const { return static_cast<const char*>(store->data) + first * bytes; }
+    const char* address(const void* otherwise) const {
+      return static_cast<const char*>(store ? store->data : otherwise) + first * bytes;
+    }
   };
   // What is read after the keys, or values, from slot s of the open chunk: a tile of LANES slots is stored in sequence if
   // blocks have whole ones.
@@ -250,7 +263,7 @@ template <class W> struct ReadAhead {
   // GCC removes calls of functions that only do this.
   __attribute__((always_inline)) static void load(const Slots& slots, int n) {
     if (!slots.store) return;
-    const char* at = slots.address();
+    const char* at = slots.address(nullptr);
     for (int64_t i = 0; i < n * slots.bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
     if (slots.store->scale) __builtin_prefetch(slots.store->scale + slots.first, 0, 2);
     if (slots.store->zero) __builtin_prefetch(slots.store->zero + slots.first, 0, 2);

@@ -37,17 +37,19 @@ inline void finish(const Run& run, const Op& op, int64_t panel, int64_t row, int
   }
 }
 
-// Parts of a product by tiles, for the L2 cache: rows whose inputs stay in it while panels pass. Many inputs are divided
-// too, and the sums of some panels kept.
+// Parts of a product, for the L2 cache: rows whose inputs stay in it while panels pass. Tiles divide many inputs too, and
+// keep the sums of some panels.
 template <class W> struct Blocks {
-  static constexpr int64_t BYTES = 768 << 10, INPUTS = 2048, PANELS = 8;
+  static constexpr bool BY_TILES = W::TOGETHER > REGISTER_ROWS;
+  static constexpr int64_t BYTES = (BY_TILES ? 768 : 512) << 10, INPUTS = 2048, PANELS = 8;
   int64_t rows, inputs, panels;
   Blocks(const Op& op, int64_t num_rows) : rows(num_rows), inputs(op.k), panels((op.n + PANEL - 1) / PANEL) {
-    if (W::TOGETHER == REGISTER_ROWS || num_rows <= W::TOGETHER) return;
-    const int64_t parts = (op.k + INPUTS - 1) / INPUTS;
+    if (num_rows <= W::TOGETHER) return;
+    const int64_t parts = BY_TILES ? (op.k + INPUTS - 1) / INPUTS : 1;
     if (parts > 1) inputs = round_up((op.k + parts - 1) / parts, TILE_DEPTH), panels = PANELS;
     const int64_t passes = BYTES / (inputs * int64_t(sizeof(typename W::T)) * W::TOGETHER);
-    rows = smaller(round_up(num_rows, W::TOGETHER), passes * W::TOGETHER);
+    const int64_t most = (passes > 1 ? passes : 1) * W::TOGETHER, times = (num_rows + most - 1) / most;
+    rows = round_up((num_rows + times - 1) / times, W::TOGETHER);
   }
   bool keeps_sums(const Op& op) const { return inputs < op.k; }
   int64_t bytes(const Op& op) const { return keeps_sums(op) ? panels * rows * PANEL * 4 : 0; }
@@ -59,7 +61,7 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
   const T* w = static_cast<const T*>(op.weight);
   const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL, high = run.high(panels);
   const Blocks<W> blocks(op, rows);
-  constexpr int64_t few = W::TOGETHER > REGISTER_ROWS ? LANES : 1;  // rows of one tile; the processor alone loads ahead faster
+  constexpr int64_t few = Blocks<W>::BY_TILES ? LANES : 1;  // rows of one tile; the processor alone loads ahead faster
   alignas(64) F own[ROWS][2];
   for (int64_t first = 0; first < rows; first += blocks.rows) {
     const int64_t end = smaller(first + blocks.rows, rows), passes = (end - first + W::TOGETHER - 1) / W::TOGETHER;

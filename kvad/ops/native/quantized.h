@@ -202,13 +202,13 @@ template <class X> struct IntegerRows {
 template <WeightForm FORM, class X, int M> __attribute__((noinline))
 void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& rows, int64_t row,
                        std::integral_constant<int, M>, F (&acc)[ROWS][2]) {
-  const int64_t count = rows.count(op), stride = rows.k, scale_bytes = PANEL * (op.half_scales ? 2 : 4);
-  const typename X::T* x = rows.x + row * stride;
+  const int64_t count = rows.count(op), scale_bytes = PANEL * (op.half_scales ? 2 : 4);
+  RowReader<typename X::T, M> x(rows.x + row * rows.k, rows.k);
   const float *scales = rows.scales + row * count, *sums = rows.sums + row * count;
   constexpr bool IS_RAISED = X::PRODUCTS == 1 && FORM != INT4;
   constexpr int LOADED = WIDTH == LANES ? PARTS : 1;  // parts of a panel whose weights are in registers together
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = F{};  // in memory: the registers hold the sums of a block
-  for (int64_t g = 0; g < op.k / rows.group; g++, x += rows.padded) {
+  for (int64_t g = 0; g < op.k / rows.group; g++) {
     V scale[PARTS], minimum[PARTS];
     for (int half = 0; half < 2; half++) {
       reinterpret_cast<F*>(scale)[half] = load_scales(w, half * LANES, op.half_scales);
@@ -231,13 +231,12 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& row
 #pragma GCC unroll 2
           for (int j = 0; j < X::PRODUCTS; j++)
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++) {
-              const typename X::T* inputs = x + m * stride + low + i + INPUTS / X::PRODUCTS * j;
+            for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
               for (int part = 0; part < LOADED; part++)
-                sum[m][first + part] = X::dot(sum[m][first + part], weights[part][j], inputs);
-            }
+                sum[m][first + part] = X::dot(sum[m][first + part], weights[part][j], x[m] + INPUTS / X::PRODUCTS * j);
         }
+        x.advance(INPUTS);
       }
       asm volatile("" ::: "memory");  // the totals are not loaded before, when the registers hold the sums
 #pragma GCC unroll 12

@@ -130,6 +130,9 @@ inline F unsigned_to_floats(const void* p) {
 }
 
 inline float sum(F x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);  // in the same order
+#endif
   float s[8];
   for (int i = 0; i < 8; i++) s[i] = x[i] + x[i + 8];
   return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
@@ -188,6 +191,29 @@ inline F exponential(F x) {  // 0 below -87, at most e^88
 #else
   F result = as_floats(as_ints(p) + shift);
   return x > -87.0f ? result : (x == x ? F{} : x);
+#endif
+}
+
+// 2^x of x <= 0: that of the whole part, rounded down, times a polynomial of the rest, within 2^-23. NaN stays NaN.
+inline F power_of_two(F x) {  // 0 below -126
+#ifdef __AVX512F__
+  const F r = (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x without the whole part; 0 of infinity
+#else
+  const F bounded = larger(x, all(-126.0f));
+  F whole = (bounded - 0.5f) + 12582912.0f;
+  const I shift = as_ints(whole) << 23;
+  whole -= 12582912.0f;
+  const F r = bounded - whole;
+#endif
+  F p = all(1.86713e-3f) * r + 9.01703e-3f;  // least relative error on [0, 1), 1 at 0
+  p = p * r + 5.579991e-2f;
+  p = p * r + 2.4016445e-1f;
+  p = p * r + 6.9315131e-1f;
+  p = p * r + 1.0f;
+#ifdef __AVX512F__
+  return (F)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  return x > -126.0f ? as_floats(as_ints(p) + shift) : (x == x ? F{} : x);
 #endif
 }
 inline F sigmoid(F x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -331,16 +357,38 @@ struct Ahead {
   }
 };
 
+// Where M rows are read. GCC would keep an address of each, and there are not as many registers: three rows share one.
+template <class T, int M> struct RowReader {
+  static constexpr int GROUPS = (M + 2) / 3;
+  const T* at[GROUPS];
+  const int64_t stride;
+  __attribute__((always_inline)) RowReader(const T* x, int64_t stride) : stride(stride) {
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; g++) at[g] = x + 3 * g * stride;
+  }
+  __attribute__((always_inline)) const T* operator[](int m) const { return at[m / 3] + m % 3 * stride; }
+  __attribute__((always_inline)) void advance(int n) {
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; g++) {
+      at[g] += n;
+      __asm__ volatile("" : "+r"(at[g]));
+    }
+  }
+};
+
 // Multiply M rows x [M, stride] by a panel [k / STEP, PANEL, STEP]: every number is summed over k in order.
 template <class W, int M>
 inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k, F (&acc)[ROWS][2],
                           Ahead ahead) {
-  V a[M][PARTS];
+  V a[M][PARTS];  // in registers, if all loops over it are unrolled
+#pragma GCC unroll 12
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
     for (int part = 0; part < PARTS; part++) a[m][part] = V{};
-  for (int64_t i = 0, steps = k / W::STEP; steps > 0; steps -= ahead.every, ahead.at += 64) {
+  RowReader<typename W::T, M> rows(x, stride);
+  for (int64_t steps = k / W::STEP; steps > 0; steps -= ahead.every, ahead.at += 64) {
     if (ahead.at) __builtin_prefetch(ahead.at, 0, 2);
-    for (int64_t end = i + (steps < ahead.every ? steps : ahead.every) * W::STEP; i < end; i += W::STEP, w += PANEL * W::STEP) {
+    for (int64_t i = steps < ahead.every ? steps : ahead.every; i > 0; i--, w += PANEL * W::STEP) {
       if (ahead.panel)
         for (int line = 0; line < PANEL * 4; line += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(w) + Ahead::BYTES + line, 0, 2);
@@ -348,10 +396,13 @@ inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
         for (int part = 0; part < PARTS; part++)
-          a[m][part] = W::dot(a[m][part], load_step(w + part * WIDTH * W::STEP), x + m * stride + i);
+          a[m][part] = W::dot(a[m][part], load_step(w + part * WIDTH * W::STEP), rows[m]);
+      rows.advance(W::STEP);
     }
   }
+#pragma GCC unroll 12
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
     for (int part = 0; part < PARTS; part++) reinterpret_cast<V*>(acc[m])[part] = a[m][part];
 }
 // ``continues``: add to the sums of the inputs before these, which only tiles do.
