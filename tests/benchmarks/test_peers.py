@@ -427,6 +427,15 @@ def test_page_is_written_between_its_markers(tmp_path):
     assert page.read_text() == text
 
 
+@pytest.mark.parametrize(("page", "lines"), [("results", "peers"), ("results-xeon", "peers-xeon")])
+def test_pages_have_the_tables_of_the_stored_lines(tmp_path, page, lines):
+    stored = command.PAGE.with_name(f"decoding-speed-{page}.md")
+    copy = tmp_path / "page.md"
+    copy.write_text(stored.read_text())
+    assert command.main(["docs", str(command.ROOT / f"dev/results/{lines}.jsonl"), "--page", str(copy)]) == 0
+    assert copy.read_text() == stored.read_text(), "write it: python -m benchmarks.peers docs LINES --page PAGE"
+
+
 def test_commands_report_what_is_missing(tmp_path, capsys):
     empty, page = tmp_path / "x.jsonl", tmp_path / "page.md"
     empty.write_text('{"bench": "cache"}\n')

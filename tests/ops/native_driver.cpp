@@ -55,11 +55,12 @@ class Program {
         state(index) {
     make_tables();
     make_step();
-    Dims dims = DIMS[index / 3 % 4];
-    const int formats[] = {index % FORMATS, (index + index / FORMATS) % FORMATS};
-    if (formats[0] == STORE_INT4) dims.head += dims.head % 2;  // two numbers per byte
-    if (formats[1] == STORE_INT4) dims.value += dims.value % 2;
-    make_store(keys, formats[0], dims.head), make_store(values, formats[1], dims.value);
+    Dims dims = packs_cache() ? Dims{128, 64} : DIMS[index / 3 % 4];
+    const int key_format = packs_cache() ? STORE_INT4 - index / 10 % 2 : index % FORMATS;
+    const int value_format = packs_cache() ? key_format : (index + index / FORMATS) % FORMATS;
+    if (key_format == STORE_INT4) dims.head += dims.head % 2;  // two numbers per byte
+    if (value_format == STORE_INT4) dims.value += dims.value % 2;
+    make_store(keys, key_format, dims.head), make_store(values, value_format, dims.value);
     make_layers(dims);
   }
 
@@ -93,6 +94,9 @@ class Program {
   }
 
  private:
+  // Every tenth program has a cache that few queries multiply as bytes or by tiles, if the processor can.
+  bool packs_cache() const { return index % 10 == 9; }
+
   uint32_t random() { return uint32_t((state = state * 6364136223846793005u + 1442695040888963407u) >> 33); }
   float uniform() { return float(random() % 2001) / 1000 - 1; }
 
@@ -115,7 +119,7 @@ class Program {
   // Block tables whose blocks are shuffled; block 0 is empty and fills up the tables of shorter sequences.
   void make_tables() {
     const std::vector<Batch>& all = BATCHES[index % 9];
-    group.block_size = BLOCK_SIZES[index % 5];
+    group.block_size = packs_cache() ? LANES : BLOCK_SIZES[index % 5];
     for (const Batch& batch : all) length = std::max(length, batch.context + batch.num_new);
     if (!group.block_size) group.block_size = length + 3;
     for (const Batch& batch : all) {
@@ -181,13 +185,15 @@ class Program {
   }
 
   void make_store(Store& to, int format, int dim) {
-    int64_t last = 0;  // used slot; the array ends there, because empty slots are not read, or after its tile of keys
+    int64_t last = 0;  // used slot; the array ends there, because empty slots are not read, or after its tile
     for (const auto* tokens : {&earlier, &fresh})
       for (const auto& token : *tokens) last = std::max(last, token.second);
+    bool has_tiles = false;  // read whole
 #ifdef KVAD_TILES
-    const bool has_tiles = &to == &keys && format == STORE_BFLOAT && group.block_size % LANES == 0 && dim % PANEL == 0;
-#else
-    const bool has_tiles = false;
+    has_tiles = &to == &keys && format == STORE_BFLOAT && group.block_size % LANES == 0 && dim % PANEL == 0;
+#endif
+#ifdef KVAD_BYTES
+    has_tiles = has_tiles || packs_cache();
 #endif
     const int64_t used = round_up(last + 1, has_tiles ? LANES : 1);
     const int64_t slots = (kv_heads - 1) * blocks * group.block_size + used;
