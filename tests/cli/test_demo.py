@@ -83,8 +83,9 @@ def test_demo(kvad, out):
     assert config.max_seq_len == demo.CONTEXT >= demo.BENCH_LENGTHS[-1] + 1 and config.vocab_size <= demo.VOCAB_SIZE
     check_next_steps(kvad, result.out)
     result = kvad("demo --minutes 0.02 --repeats 1 --json --out", out)  # replaces its own run
+    assert result.code == 0, result.out
     record = json.loads(result.out)
-    assert result.code == 0 and record["verdict"].startswith("exact") and record["steps"] != 0
+    assert record["verdict"].startswith("exact") and record["steps"] != 0
 
 
 def test_run_of_another_command_is_not_overwritten(kvad, tmp_path):
