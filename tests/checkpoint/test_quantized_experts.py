@@ -59,8 +59,9 @@ def test_the_model_is_that_of_the_dequantized_experts(tmp_path: Path, case: str,
     model, handle = checkpoint.loader.load_model(folder, "float64")
     experts = [part for moe in mixtures(model) for part in (moe.gate, moe.up, moe.down)]
     assert experts and all(isinstance(part, QuantizedLinear) for part in experts)
-    known = logits(dequantized(folder, torch.float64))  # whose products may be summed in another order
-    torch.testing.assert_close(logits(model), known, rtol=0, atol=1e-13)
+    # On a Zen 5, PyTorch sums gpt-oss's products in another order.
+    known, atol = logits(dequantized(folder, torch.float64)), 1e-13 if case == "gpt-oss" else 0.0
+    torch.testing.assert_close(logits(model), known, rtol=0, atol=atol)
     original = dict(checkpoint.open_checkpoint(tmp_path / "plain").weights())
     weights, stored = dict(handle.weights()), load_file(folder / "model.safetensors")
     assert weights.keys() == original.keys()
