@@ -95,7 +95,10 @@ def bench_profile(
     runs = []
     for number in range(repeats):
         prompts = _prompts(llm.model.config.vocab_size, num_seqs, context, number)
-        runs.append(_Run(engine, prompts, new_tokens, is_pair).measure())
+        run = _Run(engine, prompts, new_tokens, is_pair).measure()
+        if min(run.values()) < 0:  # a virtual machine's clock went back
+            run = _Run(engine, prompts, new_tokens, is_pair).measure()
+        runs.append(run)
         progress("profile", number + 1, repeats)
     program, reason = engine.runner.program, engine.runner.native_reason
     totals = [sum(run.values()) for run in runs]

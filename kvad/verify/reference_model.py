@@ -56,9 +56,15 @@ class ReferenceModel(Transformer):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def whole_logits(
-        self, sequences: Sequence[WholeSequence], cache: CacheProtocol, *, last_only: bool = False
+        self, sequences: Sequence[WholeSequence], cache: CacheProtocol, *, last_only: bool = False, sum_order: int = 0
     ) -> list[Tensor]:
-        """Compute [T, V] of each sequence (``last_only``: [1, V]), all in one pass over the weights."""
+        """Compute [T, V] of each sequence (``last_only``: [1, V]), all in one pass over the weights.
+
+        ``sum_order``: the layers' products are summed in an order drawn with this seed (0: that of the weights).
+        """
+        for module in self.modules():
+            if isinstance(module, _PlainLinear):
+                module.sum_order = sum_order
         device = self.token_embedding.device
         model_input = whole_sequences([each.tokens for each in sequences], device, last_only=last_only)
         sources = [each.source for each in sequences if each.source is not None]
@@ -116,14 +122,23 @@ class _PlainLinear(nn.Module):
         self.weight, self.bias, self.tiles = None if self.matrix else layer.weight, layer.bias, None
         self.out_features = layer.out_features
         self.is_rounded = getattr(layer, "activation_bits", None) is not None  # its inputs are
+        self.sum_order = 0
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(self._rounded(x), self._rows(x.dtype, slice(None)), bias)
+        return self._multiply(x, slice(None), bias)
 
     def multiply_rows(self, x: Tensor, low: int, high: int) -> Tensor:
         """Multiply by some rows, those of an expert."""
-        return F.linear(self._rounded(x), self._rows(x.dtype, slice(low, high)))
+        return self._multiply(x, slice(low, high))
+
+    def _multiply(self, x: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
+        x, weight = self._rounded(x), self._rows(x.dtype, rows)
+        if self.sum_order:
+            draw = torch.Generator().manual_seed(self.sum_order)
+            order = torch.randperm(x.shape[-1], generator=draw).to(x.device)
+            x, weight = x[..., order], weight[:, order]
+        return F.linear(x, weight, bias)
 
     def _rows(self, dtype: torch.dtype, rows: slice) -> Tensor:
         if self.matrix is not None:

@@ -203,7 +203,7 @@ def test_printed_page_has_losses_and_skipped_cases(checkpoint, capsys):
 def test_json_has_the_policies(checkpoint, capsys):
     assert main(["verify", checkpoint, *COMMAND, "--policy", "all", "--layout", "contiguous", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert len(result["cases"]) == len(POLICIES) - 3 and len(result["skipped"]) == 3 and len(result["rules"]) == 14
+    assert len(result["cases"]) == len(POLICIES) - 3 and len(result["skipped"]) == 3 and len(result["rules"]) == 15
     case = result["cases"][1]
     expected = {"policy": "window(8)", "rotate": "write", "endless": False, "verdict": "exact"}
     assert case.items() >= expected.items() and case["loss"]["recall"] is None

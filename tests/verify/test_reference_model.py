@@ -58,6 +58,17 @@ def test_reference_is_the_uncached_model_in_float64(name):
 
 
 @pytest.mark.parametrize("name", ["rope", "pair-t5", "experts"])
+def test_orders_of_sums_differ_by_rounding_only(name):
+    model = MODELS[name]().float()
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
+        reference, cache = reference_model(model, dtype), NoCache(model.config, kernel="reference")
+        passes = [reference.whole_logits(sequences(model), cache, sum_order=order) for order in (0, 1, 2, 1, 0)]
+        first, second, third, second_again, first_again = (torch.cat(each) for each in passes)
+        assert torch.equal(first, first_again) and torch.equal(second, second_again)
+        assert 0 < (first - second).abs().max() < limit and 0 < (second - third).abs().max() < limit
+
+
+@pytest.mark.parametrize("name", ["rope", "pair-t5", "experts"])
 def test_reference_shares_no_kernel_with_an_engine(name, monkeypatch):
     model = MODELS[name]().float()
     expected = whole_logits(model)
