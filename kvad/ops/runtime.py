@@ -1,4 +1,6 @@
-"""The process: glibc's allocator, which returns freed memory or keeps it for reuse, and torch.compile.
+"""The process: memory in huge pages, glibc's allocator, and torch.compile.
+
+``HostMemory`` has the arrays of a cache, or packed weights.
 
 glibc keeps a step's freed temporaries (gathered keys and values, masks) until malloc_trim is called, so a process stays
 larger than its pool. Blocks of many MB are returned at once, and allocated again as new pages. On other systems (macOS,
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +30,41 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 DEFAULT_TRIM, DEFAULT_MMAP_MAX = 128 << 10, 65536
 
 MIN_TRIM_BYTES = 32 << 20  # freed bytes; below, returning them costs more than it saves
+ALIGNMENT = 64  # bytes, as torch's own allocations
+HUGE_PAGE = 2 << 20  # bytes; NumPy asks for such pages from 4 MiB on
+
+
+class HostMemory:
+    """Zeros in RAM for many arrays.
+
+    The system provides memory when it is first used, so a pool takes memory as it fills. Arrays share regions, so that
+    small ones share huge pages: with pages of 4 KiB attention of 8,192 tokens takes twice as long, and weights are read
+    about 10% more slowly.
+
+    Args:
+        num_bytes: Size of the first region.
+        more_bytes: Size of the regions that are added when one is full (0: what does not fit has its own memory).
+    """
+
+    def __init__(self, num_bytes: int = 0, *, more_bytes: int = 0) -> None:
+        self._free = _allocate_zeros(num_bytes) if num_bytes >= 2 * HUGE_PAGE else torch.empty(0, dtype=torch.uint8)
+        self._more_bytes = more_bytes
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return zeros, bytes [num_bytes]."""
+        if num_bytes > len(self._free):
+            if num_bytes > self._more_bytes:
+                return _allocate_zeros(num_bytes)
+            self._free = _allocate_zeros(self._more_bytes)
+        taken, self._free = self._free[:num_bytes], self._free[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
+        return taken
+
+
+def _allocate_zeros(num_bytes: int) -> Tensor:
+    alignment = ALIGNMENT if num_bytes < 2 * HUGE_PAGE else HUGE_PAGE
+    raw = torch.from_numpy(np.zeros(num_bytes + alignment, dtype=np.uint8))
+    start = -raw.data_ptr() % alignment
+    return raw[start : start + num_bytes]
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -203,6 +203,21 @@ def test_a_changed_weight_is_packed_again() -> None:
     assert not weights.panels(found, [matrix], files).any()
 
 
+@needs_kernels
+def test_panels_in_memory_share_a_region_of_huge_pages() -> None:
+    """Alone each matrix of a small model would be in pages of 4 KiB."""
+    found, files, weights = library.load().library, library.FileMappings(), library.PackedWeights()
+    matrices = [nn.Parameter(torch.randn(512, 512).bfloat16()) for _ in range(6)]
+    panels = [weights.panels(found, [matrix], files) for matrix in matrices]
+    assert len({each.untyped_storage().data_ptr() for each in panels}) == 1
+    large = weights.panels(
+        found, [nn.Parameter(torch.zeros(8, library.REGION_BYTES // (2 * PANEL) + 2).bfloat16())], files
+    )
+    assert large.untyped_storage().data_ptr() != panels[0].untyped_storage().data_ptr()
+    plain = library.PackedWeights().panels(found, [matrices[0].detach().clone()], files)
+    assert torch.equal(panels[0], plain)
+
+
 def test_memory_of_a_mapped_file_is_given_back_unless_it_was_written(tmp_path: Path) -> None:
     path, size = tmp_path / "weights", 1 << 24
     path.write_bytes(b"\1" * size)

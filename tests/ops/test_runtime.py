@@ -1,6 +1,7 @@
 """Memory that the allocator keeps is returned to the system, if glibc offers it."""
 
 import ctypes
+import itertools
 import resource
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from kvad.ops import runtime
-from kvad.ops.runtime import keep_freed_memory, trim_heap
+from kvad.ops.runtime import ALIGNMENT, HUGE_PAGE, HostMemory, keep_freed_memory, trim_heap
 
 
 def fragmented():
@@ -62,3 +63,24 @@ def test_without_glibc_pages_are_not_reused(monkeypatch):
     monkeypatch.setattr(runtime, "_libc", lambda: None)
     with keep_freed_memory():
         pass
+
+
+def test_arrays_of_a_host_memory_are_zero_aligned_and_apart():
+    memory = HostMemory(2 * HUGE_PAGE)
+    taken = [memory.take(size) for size in (100, HUGE_PAGE, 1, HUGE_PAGE - 1000, 900)]  # the last one does not fit
+    spans = sorted((part.data_ptr(), part.data_ptr() + len(part)) for part in taken)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert all(part.data_ptr() % ALIGNMENT == 0 and not part.any() for part in taken)
+    assert taken[0].data_ptr() % HUGE_PAGE == 0
+    assert len({part.untyped_storage().data_ptr() for part in taken[:-1]}) == 1
+    assert taken[-1].untyped_storage().data_ptr() != taken[0].untyped_storage().data_ptr()
+
+
+def test_a_host_memory_adds_a_region_for_what_does_not_fit():
+    memory = HostMemory(more_bytes=2 * HUGE_PAGE)
+    first, second, third = (memory.take(HUGE_PAGE - 64) for _ in range(3))
+    large = memory.take(2 * HUGE_PAGE + 64)
+    fourth = memory.take(64)
+    regions = [part.untyped_storage().data_ptr() for part in (first, second, third, large, fourth)]
+    assert regions[0] == regions[1] and regions[2] == regions[4] and len(set(regions)) == 3
+    assert not any(part.any() for part in (first, second, third, large, fourth))

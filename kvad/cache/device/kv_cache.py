@@ -43,15 +43,7 @@ from kvad.cache.device.host_copy import (
 )
 from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds
-from kvad.cache.device.tensors import (
-    ArrayBlocks,
-    BlockArrays,
-    BlockStates,
-    HostMemory,
-    LatentValues,
-    LayerTensor,
-    split_slots,
-)
+from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, BlockStates, LatentValues, LayerTensor, split_slots
 from kvad.cache.device.views import LayerView, ReadPlan, WriteIndex
 from kvad.cache.groups import CacheGroup, group_bytes
 from kvad.cache.offload import BlockStore
@@ -105,7 +97,7 @@ class KVCache:
         self.weights: list[dict[int, LayerTensor]] = []  # per group, by layer: the logits of summaries
         self.positions: list[Tensor] = []
         is_on_host = torch.device(device).type == "cpu"
-        memory = HostMemory(sum(group_bytes(group).total for group in self.groups)) if is_on_host else None
+        memory = ops.runtime.HostMemory(sum(group_bytes(group).total for group in self.groups)) if is_on_host else None
         for group in self.groups:
             allocate = partial(_allocate, group, device, memory)
             layers = () if group.is_offloaded else group.layers
@@ -404,7 +396,7 @@ def _allocate_stores(group: CacheGroup, allocate: Callable[[str, int], LayerTens
 
 
 def _allocate(
-    group: CacheGroup, device: torch.device | str, memory: HostMemory | None, format_name: str, dim: int
+    group: CacheGroup, device: torch.device | str, memory: ops.runtime.HostMemory | None, format_name: str, dim: int
 ) -> LayerTensor:
     spec = group.spec
     return LayerTensor(format_name, group.num_blocks, spec.num_kv_heads, group.block_size, dim, device, memory)

@@ -32,36 +32,6 @@ from kvad.cache.quantization import get_format
 Device = torch.device | str
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 FEW_BLOCKS = 4  # that are cleared one by one, as in decoding
-ALIGNMENT = 64  # bytes, as torch's own allocations
-HUGE_PAGE = 2 << 20  # bytes; NumPy asks for such pages from 4 MiB on
-
-
-class HostMemory:
-    """Zeros in RAM for the arrays of one cache.
-
-    The system provides memory when it is first used, so a pool takes memory as it fills. All arrays are in one region,
-    so that small ones share huge pages: attention of 8,192 tokens takes half as long as with pages of 4 KiB.
-
-    Args:
-        num_bytes: Size of the region. Arrays that do not fit have their own memory.
-    """
-
-    def __init__(self, num_bytes: int = 0) -> None:
-        self._free = _allocate_zeros(num_bytes) if num_bytes >= 2 * HUGE_PAGE else torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """Return zeros, bytes [num_bytes]."""
-        if num_bytes > len(self._free):
-            return _allocate_zeros(num_bytes)
-        taken, self._free = self._free[:num_bytes], self._free[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
-        return taken
-
-
-def _allocate_zeros(num_bytes: int) -> Tensor:
-    alignment = ALIGNMENT if num_bytes < 2 * HUGE_PAGE else HUGE_PAGE
-    raw = torch.from_numpy(np.zeros(num_bytes + alignment, dtype=np.uint8))
-    start = -raw.data_ptr() % alignment
-    return raw[start : start + num_bytes]
 
 
 def allocate_head_major(
@@ -71,13 +41,13 @@ def allocate_head_major(
     dtype: torch.dtype,
     fill: float = 0,
     device: Device,
-    memory: HostMemory | None = None,
+    memory: ops.runtime.HostMemory | None = None,
 ) -> Tensor:
     """Allocate [blocks, K, *shape] stored as [K, blocks, *shape]; zeros on a CPU are taken from ``memory``."""
     sizes = num_heads, num_blocks, *shape
     if fill or torch.device(device).type != "cpu":
         return torch.full(sizes, fill, dtype=dtype, device=device).transpose(0, 1)
-    raw = (memory or HostMemory()).take(math.prod(sizes) * dtype.itemsize)
+    raw = (memory or ops.runtime.HostMemory()).take(math.prod(sizes) * dtype.itemsize)
     return raw.view(dtype).view(sizes).transpose(0, 1)
 
 
@@ -226,7 +196,7 @@ class LayerTensor(BlockArrays):
         block_size: int,
         dim: int,
         device: torch.device | str = "cpu",
-        memory: HostMemory | None = None,
+        memory: ops.runtime.HostMemory | None = None,
     ) -> None:
         self.format, self.dim = get_format(name), dim
         self.is_blockwise = self.format.is_blockwise  # every write reads it

@@ -30,6 +30,7 @@ from kvad.ops.block_matrix import BlockMatrix
 from kvad.ops.native.build import VARIANTS, library_path, source_hash
 from kvad.ops.native.packed_store import PackedStore, advise
 from kvad.ops.quantized_linear import QuantizedMatrix
+from kvad.ops.runtime import HostMemory
 
 Matrix = Tensor | QuantizedMatrix | BlockMatrix
 JoinRows = Callable[..., NDArray[np.uint64]]  # of several matrices, given by their addresses
@@ -45,6 +46,7 @@ OUTPUT_MODES = ("float", "add", "gated", "activated", "logits")
 NORMS = ("none", "rms", "layer")
 # What a machine must reach (kvad_cpu_level).
 LEVELS = {"amx": 4, "avx512-bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
+REGION_BYTES = 16 << 20  # of packed weights in memory
 SMAPS = Path("/proc/self/smaps")
 UNCHANGED = re.compile(  # a file's lines: addresses, then names and values
     r"^([0-9a-f]+)-([0-9a-f]+) (?:\S+ +){4}/.*\n(?:(?!Anonymous|VmFlags)[A-Z].*\n)*Anonymous: +0 kB$", re.MULTILINE
@@ -297,6 +299,7 @@ class PackedWeights:
     def __init__(self, store: PackedStore | None = None) -> None:
         self._panels: dict[tuple[int, ...], _Panels] = {}
         self._store = store
+        self._memory = HostMemory(more_bytes=REGION_BYTES)
 
     @contextmanager
     def storing(self, library: Library, num_weights: int) -> Iterator[None]:
@@ -357,7 +360,7 @@ class PackedWeights:
         if self._store is not None and name is not None:
             packed = self._store.find(name, _empty_panels(matrices, join))
         if packed is None:
-            packed = _pack(library, matrices, join, apart=name is not None)
+            packed = _pack(library, matrices, join, self._memory if name is None else None)
             if self._store is not None and name is not None:
                 packed = self._store.add(name, packed)
             for tensor in (tensor for matrix in matrices for tensor in _parts(matrix)):
@@ -393,12 +396,9 @@ def _num_rows(matrix: Matrix) -> int:
     return len(matrix) if matrix.dim() == 2 else len(matrix) * _padded(matrix.shape[1])
 
 
-def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, *, apart: bool = False) -> Tensor:
-    """Pack matrices.
-
-    ``apart``: in memory that goes back to the system when it is freed; freed blocks would grow the heap.
-    """
-    packed = _new_like(_empty_panels(matrices, join), apart=apart)
+def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, memory: HostMemory | None) -> Tensor:
+    """Pack matrices; without ``memory`` in some that goes back to the system when the tensor is deleted."""
+    packed = _new_like(_empty_panels(matrices, join), memory)
     plain = [_with_rows(matrix) for matrix in matrices]
     rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*map(_parts, plain), strict=True)]
     like = plain[0]
@@ -409,11 +409,16 @@ def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, *, apart
     return packed
 
 
-def _new_like(empty: Tensor, *, apart: bool) -> Tensor:
-    """Return uninitialized memory of a shape and dtype; ``apart``: as in ``_pack``."""
-    if apart and empty.nbytes:
-        return torch.frombuffer(mmap.mmap(-1, empty.nbytes), dtype=empty.dtype).view(empty.shape)
-    return torch.empty(empty.shape, dtype=empty.dtype)
+def _new_like(empty: Tensor, memory: HostMemory | None = None) -> Tensor:
+    """Return a tensor of a shape and dtype; ``memory``: as in ``_pack``, because freed blocks would grow the heap."""
+    if not empty.nbytes:
+        return torch.empty(empty.shape, dtype=empty.dtype)
+    new = (
+        torch.frombuffer(mmap.mmap(-1, empty.nbytes), dtype=torch.uint8)
+        if memory is None
+        else memory.take(empty.nbytes)
+    )
+    return new.view(empty.dtype).view(empty.shape)
 
 
 def _with_rows(matrix: Matrix) -> Tensor | QuantizedMatrix:
@@ -422,7 +427,7 @@ def _with_rows(matrix: Matrix) -> Tensor | QuantizedMatrix:
         return matrix.quantized()
     if not isinstance(matrix, Tensor) or matrix.stride(-1) == 1:
         return matrix
-    return _new_like(matrix.to("meta"), apart=True).copy_(matrix)
+    return _new_like(matrix.to("meta")).copy_(matrix)
 
 
 class _Panels(NamedTuple):

@@ -61,7 +61,7 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
   const T* w = static_cast<const T*>(op.weight);
   const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL, high = run.high(panels);
   const Blocks<W> blocks(op, rows);
-  constexpr int64_t few = Blocks<W>::BY_TILES ? LANES : 1;  // rows of one tile; the processor alone loads ahead faster
+  constexpr int64_t few = Blocks<W>::BY_TILES ? LANES : 0;  // rows of one tile; the processor alone loads ahead faster
   alignas(64) F own[ROWS][2];
   for (int64_t first = 0; first < rows; first += blocks.rows) {
     const int64_t end = smaller(first + blocks.rows, rows), passes = (end - first + W::TOGETHER - 1) / W::TOGETHER;

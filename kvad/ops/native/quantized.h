@@ -221,7 +221,7 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& row
       for (int m = 0; IS_RAISED && m < M; m++)
         for (int part = 0; part < PARTS; part++) sum[m][part] += *reinterpret_cast<const int32_t*>(sums + m * count);
       for (int i = 0; i < n; i += INPUTS, w += STEP_BYTES<FORM>) {
-        for (int line = 0; M > 1 && line < STEP_BYTES<FORM>; line += 64) __builtin_prefetch(w + 2048 + line, 0, 3);
+        Ahead::read_once(w, STEP_BYTES<FORM>);
 #pragma GCC unroll 8
         for (int first = 0; first < PARTS; first += LOADED) {
           VI weights[LOADED][X::PRODUCTS];

@@ -350,6 +350,10 @@ struct Ahead {
   int64_t every = INT64_MAX;
   bool panel = false;
   static constexpr int BYTES = 6144;
+  // Weights that a step reads once are not kept in the L3 cache, where the engine's own data stay.
+  __attribute__((always_inline)) static void read_once(const void* w, int size) {
+    for (int line = 0; line < size; line += 64) __builtin_prefetch(static_cast<const char*>(w) + BYTES + line, 0, 0);
+  }
   // In one of several passes of ``steps`` over a panel: a share of the next panel, of which each step has two lines.
   void read_next(const void* panel, int64_t pass, int64_t passes, int64_t steps) {
     every = passes / 2 < steps ? passes / 2 : steps;
@@ -389,9 +393,7 @@ inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_
   for (int64_t steps = k / W::STEP; steps > 0; steps -= ahead.every, ahead.at += 64) {
     if (ahead.at) __builtin_prefetch(ahead.at, 0, 2);
     for (int64_t i = steps < ahead.every ? steps : ahead.every; i > 0; i--, w += PANEL * W::STEP) {
-      if (ahead.panel)
-        for (int line = 0; line < PANEL * 4; line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(w) + Ahead::BYTES + line, 0, 2);
+      if (ahead.panel) Ahead::read_once(w, PANEL * 4);
 #pragma GCC unroll 12
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 8

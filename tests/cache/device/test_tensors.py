@@ -12,11 +12,12 @@ from torch import Tensor
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
-from kvad.cache.device.tensors import ALIGNMENT, HUGE_PAGE, BlockTable, HostMemory, LayerTensor, allocate_head_major
+from kvad.cache.device.tensors import BlockTable, LayerTensor, allocate_head_major
 from kvad.cache.groups import build_groups, group_bytes
 from kvad.cache.quantization import FORMATS
 from kvad.config.model import AttentionSpec
 from kvad.ops.quantize import CODECS
+from kvad.ops.runtime import ALIGNMENT, HUGE_PAGE
 
 PER_TOKEN = [name for name, each in FORMATS.items() if not each.is_blockwise]
 BLOCKS, HEADS, SIZE, DIM = 9, 2, 4, 6
@@ -35,17 +36,6 @@ def test_a_pool_takes_memory_as_it_fills() -> None:
     assert pool.shape == (1 << 16, 4, 16, 16) and pool.data_ptr() % ALIGNMENT == 0 and not pool[::4999].any()
     pool.fill_(1)
     assert resident_bytes() - before > 96 << 20
-
-
-def test_arrays_of_a_host_memory_are_zero_aligned_and_apart() -> None:
-    memory = HostMemory(2 * HUGE_PAGE)
-    taken = [memory.take(size) for size in (100, HUGE_PAGE, 1, HUGE_PAGE - 1000, 900)]  # the last one does not fit
-    spans = sorted((part.data_ptr(), part.data_ptr() + len(part)) for part in taken)
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert all(part.data_ptr() % ALIGNMENT == 0 and not part.any() for part in taken)
-    assert taken[0].data_ptr() % HUGE_PAGE == 0
-    assert len({part.untyped_storage().data_ptr() for part in taken[:-1]}) == 1
-    assert taken[-1].untyped_storage().data_ptr() != taken[0].untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("format_name", ["bfloat16", "int8", "int4"])
