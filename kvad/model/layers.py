@@ -279,8 +279,7 @@ class MixtureOfExperts(nn.Module):
         if isinstance(weights, Tensor):
             return ops.linear.linear(x, weights[index], bias, self.tiles)
         rows = weights.out_features // self.spec.num_experts
-        out = weights.multiply_rows(x, index * rows, (index + 1) * rows)
-        return out if bias is None else out + bias.to(x.dtype)
+        return weights.multiply_rows(x, index * rows, (index + 1) * rows, bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert the parameters, but never round the selection bias below float32."""

@@ -12,6 +12,7 @@ with NaN or infinity decodes without finite numbers, so damaged weights stay vis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -169,16 +170,20 @@ class QuantizedLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply [.., in] by the weight -> [.., out]."""
-        out = self.multiply_rows(input, 0, self.out_features)
-        return out if self.bias is None else out + self.bias.to(input.dtype)
+        return self.multiply_rows(input, 0, self.out_features, self.bias)
 
-    def multiply_rows(self, input: Tensor, low: int, high: int) -> Tensor:
-        """Multiply [.., in] by rows of the weight -> [.., high - low], without the bias."""
+    def multiply_rows(self, input: Tensor, low: int, high: int, bias: Tensor | None = None) -> Tensor:
+        """Multiply [.., in] by rows of the weight and add their bias [high - low] -> [.., high - low]."""
         matrix, size = self.matrix, high - low if self.tiles is not None else max(1, BLOCK // self.in_features)
         if self.activation_bits is not None:
             input = round_inputs(input, matrix.format.group_size)
-        parts = (slice(start, min(start + size, high)) for start in range(low, high, size))
-        return torch.cat([linear(input, matrix.dequantize(input.dtype, rows), None, self.tiles) for rows in parts], -1)
+        parts = [slice(start, min(start + size, high)) for start in range(low, high, size)]
+        biases: Sequence[Tensor | None] = [None] * len(parts) if bias is None else bias.to(input.dtype).split(size)
+        products = [
+            linear(input, matrix.dequantize(input.dtype, rows), own, self.tiles)
+            for rows, own in zip(parts, biases, strict=True)
+        ]
+        return torch.cat(products, -1)
 
     def effective_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the dequantized matrix [out, in]."""

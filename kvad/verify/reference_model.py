@@ -125,20 +125,19 @@ class _PlainLinear(nn.Module):
         self.sum_order = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self._multiply(x, slice(None), bias)
+        return self._multiply(x, slice(None), self.bias)
 
-    def multiply_rows(self, x: Tensor, low: int, high: int) -> Tensor:
+    def multiply_rows(self, x: Tensor, low: int, high: int, bias: Tensor | None = None) -> Tensor:
         """Multiply by some rows, those of an expert."""
-        return self._multiply(x, slice(low, high))
+        return self._multiply(x, slice(low, high), bias)
 
-    def _multiply(self, x: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
+    def _multiply(self, x: Tensor, rows: slice, bias: Tensor | None) -> Tensor:
         x, weight = self._rounded(x), self._rows(x.dtype, rows)
         if self.sum_order:
             draw = torch.Generator().manual_seed(self.sum_order)
             order = torch.randperm(x.shape[-1], generator=draw).to(x.device)
             x, weight = x[..., order], weight[:, order]
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def _rows(self, dtype: torch.dtype, rows: slice) -> Tensor:
         if self.matrix is not None:
@@ -152,7 +151,9 @@ class _PlainLinear(nn.Module):
         return ops.quantized_linear.round_inputs(x, self.matrix.format[1])
 
     def effective_weight(self) -> Tensor:
-        assert self.weight is not None, "a quantized matrix"
+        if self.matrix is not None:
+            return self.matrix.dequantize(torch.float32)  # as ``QuantizedLinear.effective_weight``
+        assert self.weight is not None
         return self.weight
 
 

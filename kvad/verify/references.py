@@ -115,18 +115,19 @@ class Tolerance(NamedTuple):
         return comparison.max_dlogit <= self.max_dlogit and comparison.rms_dlogit <= self.rms_dlogit
 
 
-def derive_tolerance(noise: Comparison, dtype: torch.dtype, scale: float) -> Tolerance:
+def derive_tolerance(noise: Sequence[Comparison], dtype: torch.dtype, scale: float) -> Tolerance:
     """Derive the tolerance from the plain uncached model in the engine's dtype.
 
     Args:
-        noise: The plain model's logits compared with the same float64 reference.
+        noise: The plain model's logits, of each order of sums, compared with the same float64 reference.
         dtype: The engine's dtype.
         scale: The reference's largest |logit|.
     """
     if dtype == torch.float64:
         return Tolerance(EXACT, EXACT)
     final = torch.finfo(dtype).eps * scale  # for a plain model that happens to round nothing
-    return Tolerance(NOISE_FACTOR * noise.max_dlogit + final, RMS_FACTOR * noise.rms_dlogit + final / 8)
+    largest, rms = max(each.max_dlogit for each in noise), max(each.rms_dlogit for each in noise)
+    return Tolerance(NOISE_FACTOR * largest + final, RMS_FACTOR * rms + final / 8)
 
 
 class ReferenceLogits(NamedTuple):
@@ -142,11 +143,9 @@ def compute_reference(
 ) -> ReferenceLogits:
     """Compute sequences without a cache in float64 (``exact``) and in the engine's dtype (``plain``)."""
     logits = {(number, 0): each for number, each in enumerate(exact.whole_logits(sequences, cache))}
-    orders = _sum_orders(plain)
-    passes = [plain.whole_logits(sequences, cache, sum_order=order) for order in orders]
-    pieces = {(number, 0): [(0, each) for each in whole] for number, whole in enumerate(zip(*passes, strict=True))}
+    passes = [plain.whole_logits(sequences, cache, sum_order=order) for order in _sum_orders(plain)]
     scale = max(float(each.abs().max()) for each in logits.values())
-    noise = compare_logits(ReplayResult(dict(pieces)), logits, 0.0)
+    noise = [_compare_whole(dict(zip(logits, each, strict=True)), logits) for each in passes]
     return ReferenceLogits(logits, scale, derive_tolerance(noise, plain.compute_dtype, scale))
 
 
@@ -210,14 +209,17 @@ class UncachedLogits:
     def tolerance(self, specs: Sequence[AttentionSpec], rounded: MemoryCase | None) -> Tolerance:
         """Derive the tolerance from the plain model, whose keys and values pass through ``rounded``'s formats."""
         noise = self._noise(specs, rounded)
-        if not math.isfinite(noise.max_dlogit):  # an overflow of the format excuses nothing
+        if not all(math.isfinite(each.max_dlogit) for each in noise):  # an overflow of the format excuses nothing
             noise = self._noise(specs, None)
         return derive_tolerance(noise, self.plain.compute_dtype, self.scale)
 
-    def _noise(self, specs: Sequence[AttentionSpec], case: MemoryCase | None) -> Comparison:
-        passes = [self.logits(specs, case, order) for order in _sum_orders(self.plain)]
-        pieces = {key: [(0, logits[key]) for logits in passes] for key in self._sequences}
-        return compare_logits(ReplayResult(pieces), self.logits(specs), 0.0)
+    def _noise(self, specs: Sequence[AttentionSpec], case: MemoryCase | None) -> list[Comparison]:
+        exact = self.logits(specs)
+        return [_compare_whole(self.logits(specs, case, order), exact) for order in _sum_orders(self.plain)]
+
+
+def _compare_whole(logits: Mapping[SequenceKey, Tensor], exact: Mapping[SequenceKey, Tensor]) -> Comparison:
+    return compare_logits(ReplayResult({key: [(0, each)] for key, each in logits.items()}), exact, 0.0)
 
 
 def _sum_orders(plain: ReferenceModel) -> Sequence[int]:

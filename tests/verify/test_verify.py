@@ -188,9 +188,10 @@ def test_nan_is_an_infinite_difference():
 def test_tolerance_is_derived_from_the_plain_model(dtype):
     pieces = {(0, 0): [(0, torch.tensor([[3e-3, 4e-3], [0.0, 0.0]]))]}
     noise = compare_logits(ReplayResult(pieces), {(0, 0): torch.zeros(2, 2)}, 0.0)
-    eps, tolerance = torch.finfo(dtype).eps, derive_tolerance(noise, dtype, 30.0)
+    smaller = dataclasses.replace(noise, max_dlogit=noise.max_dlogit / 2, rms_dlogit=noise.rms_dlogit / 2)
+    eps, tolerance = torch.finfo(dtype).eps, derive_tolerance([smaller, noise, smaller], dtype, 30.0)
     assert tolerance == pytest.approx((4 * 4e-3 + 30 * eps, 2 * 2.5e-3 + 30 * eps / 8), rel=1e-6)
-    assert derive_tolerance(noise, torch.float64, 30.0) == (EXACT, EXACT)
+    assert derive_tolerance([noise], torch.float64, 30.0) == (EXACT, EXACT)
     assert tolerance.allows(noise)
     assert not tolerance.allows(dataclasses.replace(noise, rms_dlogit=1.1 * tolerance.rms_dlogit))
     assert not tolerance.allows(dataclasses.replace(noise, max_dlogit=1.1 * tolerance.max_dlogit))
