@@ -22,7 +22,7 @@ RULES = (
     "structure: the engine in float64, max |dlogit| <= 1e-10",
     "tolerance: max |dlogit| <= 4 x and rms dlogit <= 2 x those of the plain uncached model in the engine's dtype,",
     "           compared with the same reference, + one rounding of the largest logit; float64 1e-10;",
-    "           float32: the plain model sums in four orders, because one order may be right by luck",
+    "           float32: of 4 orders of sums (12 with --activation-bits), because one may be right by luck",
     "exact: exact structure, nothing rounded when stored, within the tolerance, the same greedy tokens but for ties",
     "tie: the reference's best two logits are closer than twice the tolerance",
     "within tolerance: the same, but rounded when stored, as in the plain model, or without a float64 engine",

@@ -22,7 +22,7 @@ from kvad.errors import CheckpointError, ConfigError
 from kvad.model.transformer import Transformer
 from kvad.ops.quantized_linear import QuantizedLinear, WeightFormat
 from kvad.text.simple_tokenizers import ByteTokenizer
-from kvad.verify.reference_model import reference_model
+from kvad.verify.reference_model import ReferenceModel, reference_model
 from tests.support.cli_checkpoints import run
 from tests.support.random_models import build, encoder_config, model_config, pair_config
 
@@ -279,11 +279,17 @@ def test_verify_compares_with_the_dequantized_model(
 
 
 def test_rounded_activations_are_verified_and_refused_without_quantized_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = quantized(tmp_path, model_config(), 8, 8)
+    folder, orders, whole_logits = quantized(tmp_path, model_config(), 8, 8), set(), ReferenceModel.whole_logits
+
+    def record(self: ReferenceModel, *rest: Any, sum_order: int = 0, **options: Any) -> list[torch.Tensor]:
+        orders.add(sum_order)
+        return whole_logits(self, *rest, sum_order=sum_order, **options)
+
+    monkeypatch.setattr(ReferenceModel, "whole_logits", record)
     result = run(capsys, "verify", folder, "--activation-bits", "8", "--num-prompts", "3", "--json")
-    assert result.code == 0, result.err
+    assert result.code == 0 and orders == set(range(12)), result.err
     plain, rounded = kvad.LLM.load(folder, max_seq_len=40), kvad.LLM.load(folder, max_seq_len=40, activation_bits=8)
     assert plain.engine.cache_fingerprint("") != rounded.engine.cache_fingerprint("")
     assert plain.score([[1, 2, 3]])[0] != rounded.score([[1, 2, 3]])[0]
