@@ -785,3 +785,23 @@ def test_a_query_has_the_same_attention_among_others(
     assert bool(whole.isfinite().all())
     for few, seqs in ((1, 1), (1, 20), (2, 1), (5, 13), (30, 2)):
         assert torch.equal(attention(few, seqs), whole[-few:].expand(seqs, -1, -1, -1)), (few, seqs)
+
+
+@pytest.mark.parametrize("variant", LIBRARIES)
+@pytest.mark.parametrize("format_name", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize("damaged", [slice(0, 256), slice(256, 512), slice(300, 301)], ids=["first", "second", "one"])
+def test_a_damaged_key_that_is_seen_is_not_left_out(variant: str, format_name: str, damaged: slice) -> None:
+    """A chunk in which every key is NaN has no largest logit; its query must not have the values of the others."""
+    case = Case(variant, 2, FLOAT if format_name == "float32" else BFLOAT, torch.Generator().manual_seed(0))
+    length, block_size, dim = 600, 16, 64
+    slot_positions = torch.arange(-(-length // block_size) * block_size)
+    slot_positions[length:] = -1
+    slot_positions = slot_positions.unflatten(0, (-1, block_size))
+    blocks = len(slot_positions)
+    keys, values = (stored(case.numbers(2, blocks, block_size, dim, dtype=FLOAT), format_name) for _ in range(2))
+    spoil(keys, (slot_positions >= damaged.start) & (slot_positions < damaged.stop))
+    for new in (1, 9, 40):
+        x, positions = case.numbers(new, 6, dim), torch.arange(length - new, length)
+        batch = [SubBatch(torch.arange(blocks)[None], new, length)]
+        out = attend(case, x, positions, batch, keys, values, slot_positions, PATTERNS["causal"], scale=dim**-0.5)
+        assert bool(out.isnan().all()), new
