@@ -144,10 +144,13 @@ def compute_reference(
 ) -> ReferenceLogits:
     """Compute sequences without a cache in float64 (``exact``) and in the engine's dtype (``plain``)."""
     logits = {(number, 0): each for number, each in enumerate(exact.whole_logits(sequences, cache))}
-    passes = [plain.whole_logits(sequences, cache, sum_order=order) for order in _sum_orders(plain)]
     scale = max(float(each.abs().max()) for each in logits.values())
+    passes = (plain.whole_logits(sequences, cache, sum_order=order) for order in _sum_orders(plain))
     noise = [_compare_whole(dict(zip(logits, each, strict=True)), logits) for each in passes]
     return ReferenceLogits(logits, scale, derive_tolerance(noise, plain.compute_dtype, scale))
+
+
+_Format = tuple[tuple[AttentionSpec, ...], tuple[str, str] | None]  # layers under a policy; dtype, rotation
 
 
 class UncachedLogits:
@@ -173,50 +176,62 @@ class UncachedLogits:
         self._full = tuple(attention_specs(self.config))
         keys = [(index, sample) for index, stream in enumerate(streams) for sample in range(len(stream.forced_tokens))]
         self._sequences = {key: _whole(streams[key[0]], key[1]) for key in keys}
-        self._computed: dict[tuple[object, ...], dict[SequenceKey, Tensor]] = {}
+        self._computed: dict[_Format, dict[SequenceKey, Tensor]] = {}
+        self._noise: dict[_Format, list[Comparison]] = {}
         self.scale = max(float(logits.abs().max()) for logits in self.logits().values())
 
     def clear(self) -> None:
         """Drop what a policy or a format changes."""
-        self._computed = {key: logits for key, logits in self._computed.items() if key[1:] == (self._full, None)}
+        plain = (self._full, None)
+        self._computed = {key: logits for key, logits in self._computed.items() if key == plain}
+        self._noise = {key: noise for key, noise in self._noise.items() if key == plain}
 
     def logits(
-        self,
-        specs: Sequence[AttentionSpec] | None = None,
-        case: MemoryCase | None = None,
-        plain_order: int | None = None,
+        self, specs: Sequence[AttentionSpec] | None = None, case: MemoryCase | None = None
     ) -> dict[SequenceKey, Tensor]:
-        """Compute [T, V] of each sequence without a cache, in float64 or, with an order of sums, in the engine's dtype.
+        """Compute [T, V] of each sequence without a cache, in float64.
 
         ``specs``: the layers under a policy (None: without one). ``case``: keys and values pass through its formats.
         """
         specs = self._full if specs is None else tuple(specs)
-        key = (plain_order, specs, case and (case.dtype, case.rotate))
+        key = _format(specs, case)
         if key not in self._computed:
-            if key[1:] != (self._full, None):
-                self._progress("the reference" + (f" of {case.name}" if case else " under the policy"))
-            exact = self._endless and specs != self._full
-            no_cache = NoCache(self.config, specs=specs, exact_rope=exact, kernel="reference")
-            cache: CacheProtocol = no_cache
-            if case is not None:
-                formats = cache_lib.quantization.split_format_name(case.dtype)
-                rotate: Literal["write", "read"] = "read" if case.rotate == "read" else "write"
-                cache = QuantizedNoCache(no_cache, *formats, rotate=rotate, exact=case.endless)
-            model = self.exact if plain_order is None else self.plain
-            whole = model.whole_logits(list(self._sequences.values()), cache, sum_order=plain_order or 0)
-            self._computed[key] = dict(zip(self._sequences, whole, strict=True))
+            self._computed[key] = self._compute(self.exact, specs, case)
         return self._computed[key]
+
+    def _compute(
+        self, model: ReferenceModel, specs: tuple[AttentionSpec, ...], case: MemoryCase | None, sum_order: int = 0
+    ) -> dict[SequenceKey, Tensor]:
+        if specs != self._full or case is not None:
+            self._progress("the reference" + (f" of {case.name}" if case else " under the policy"))
+        exact = self._endless and specs != self._full
+        no_cache = NoCache(self.config, specs=specs, exact_rope=exact, kernel="reference")
+        cache: CacheProtocol = no_cache
+        if case is not None:
+            formats = cache_lib.quantization.split_format_name(case.dtype)
+            rotate: Literal["write", "read"] = "read" if case.rotate == "read" else "write"
+            cache = QuantizedNoCache(no_cache, *formats, rotate=rotate, exact=case.endless)
+        whole = model.whole_logits(list(self._sequences.values()), cache, sum_order=sum_order)
+        return dict(zip(self._sequences, whole, strict=True))
 
     def tolerance(self, specs: Sequence[AttentionSpec], rounded: MemoryCase | None) -> Tolerance:
         """Derive the tolerance from the plain model, whose keys and values pass through ``rounded``'s formats."""
-        noise = self._noise(specs, rounded)
+        noise = self._measure_noise(tuple(specs), rounded)
         if not all(math.isfinite(each.max_dlogit) for each in noise):  # an overflow of the format excuses nothing
-            noise = self._noise(specs, None)
+            noise = self._measure_noise(tuple(specs), None)
         return derive_tolerance(noise, self.plain.compute_dtype, self.scale)
 
-    def _noise(self, specs: Sequence[AttentionSpec], case: MemoryCase | None) -> list[Comparison]:
-        exact = self.logits(specs)
-        return [_compare_whole(self.logits(specs, case, order), exact) for order in _sum_orders(self.plain)]
+    def _measure_noise(self, specs: tuple[AttentionSpec, ...], case: MemoryCase | None) -> list[Comparison]:
+        """Compare the plain model with the reference; only the logits of one order of sums are in memory."""
+        key, exact = _format(specs, case), self.logits(specs)
+        if key not in self._noise:
+            orders = _sum_orders(self.plain)
+            self._noise[key] = [_compare_whole(self._compute(self.plain, specs, case, each), exact) for each in orders]
+        return self._noise[key]
+
+
+def _format(specs: tuple[AttentionSpec, ...], case: MemoryCase | None) -> _Format:
+    return specs, None if case is None else (case.dtype, case.rotate)
 
 
 def _compare_whole(logits: Mapping[SequenceKey, Tensor], exact: Mapping[SequenceKey, Tensor]) -> Comparison:
