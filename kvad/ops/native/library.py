@@ -410,7 +410,7 @@ def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, memory: 
 
 
 def _new_like(empty: Tensor, memory: HostMemory | None = None) -> Tensor:
-    """Return a tensor of a shape and dtype; ``memory``: as in ``_pack``, because freed blocks would grow the heap."""
+    """Return a tensor of a shape and dtype; without ``memory`` its pages leave the process when it is deleted."""
     if not empty.nbytes:
         return torch.empty(empty.shape, dtype=empty.dtype)
     new = (
