@@ -60,7 +60,8 @@ class ReferenceModel(Transformer):
     ) -> list[Tensor]:
         """Compute [T, V] of each sequence (``last_only``: [1, V]), all in one pass over the weights.
 
-        ``sum_order``: the layers' products are summed in an order drawn with this seed (0: that of the weights).
+        ``sum_order``: linear layers, but not the head and experts in one tensor, sum over their inputs in an order that
+        is drawn with this seed (0: that of the weights).
         """
         for module in self.modules():
             if isinstance(module, _PlainLinear):
