@@ -217,12 +217,8 @@ template <class W, int M> struct FewQueries {
       for (int tile = 0; tile < tiles; tile++) {
         const int at = first + tile * LANES;
         Row rows[LANES];
-        if (find_tile(*op.keys, op.head_dim, group, kv, chunk, at, rows)) {
-          next[tile] = ahead.after_keys(at).address(arranged);
-        } else {
-          for (int i = 0; i < LANES; i++) ahead.with_keys(at + i);
-          read_keys(op, group, kv, at, chunk, rows);
-        }
+        if (read_keys(op, group, kv, at, chunk, rows)) next[tile] = ahead.after_keys(at).address(arranged);
+        else for (int i = 0; i < LANES; i++) ahead.with_keys(at + i);
         transpose_words<LINE>(reinterpret_cast<const int32_t* const*>(rows), words, arranged + tile * LANES);
       }
       V acc[TILES][M] = {};
@@ -475,9 +471,7 @@ void attend_few(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, c
     }
 #endif
   FewQueries<W, M>::logits(op, group, kv, chunk, queries, logits);
-  for (int tile = 0; tile < chunk.count; tile += LANES)
-    if (!find_tile(*op.values, op.value_dim, group, kv, chunk, tile, chunk.value + tile))
-      read_values(op, group, kv, tile, chunk);
+  for (int tile = 0; tile < chunk.count; tile += LANES) read_values(op, group, kv, tile, chunk);
   finish([&] { FewQueries<W, M>::values(op, group, kv, chunk, weights, out); });
 }
 #endif

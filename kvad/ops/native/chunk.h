@@ -182,43 +182,34 @@ inline void read_integers(const Store& from, int64_t index, int n, int padded, u
   for (; i < padded; i++) out[i] = 0;
 }
 
-// Find or decode the vectors of LANES slots, from ``tile``.
-// What an empty slot holds may not be finite: it has zeros.
+// Find or decode the vectors of LANES slots of a kv head, from ``tile``. Returns true if they are read where they are
+// stored, in sequence. What an empty slot holds may not be finite: it has zeros.
 template <class W>
-void read_tile(const Store& store, int64_t first, int dim, int padded, const Chunk<W>& chunk, int tile,
+bool read_tile(const Store& store, const Group& group, int64_t kv, int dim, int padded, const Chunk<W>& chunk, int tile,
                typename W::T* decoded, const typename W::T** rows, float* scale, float* zero) {
   typedef typename W::T T;
   static const T zeros[MAX_HEAD_DIM] = {};
+  const int64_t first = kv * store.blocks * group.block_size;
   const T* data = W::IS_INTEGER ? nullptr : direct<T>(store, dim);
-  if (data) {
-    for (int i = 0; i < LANES; i++)
-      rows[i] = chunk.position[tile + i] < 0 ? zeros : data + (first + chunk.slot[tile + i]) * padded;
-    return;
+  if (data && group.block_size % LANES == 0 && chunk.highest[tile / PANEL] != INFINITY) {
+    data += (first + chunk.slot[tile]) * dim;
+    for (int i = 0; i < LANES; i++) rows[i] = data + i * dim;
+    return true;
   }
   for (int i = 0; i < LANES; i++) {
-    rows[i] = zeros;
     const bool is_empty = chunk.position[tile + i] < 0;
     const int64_t at = first + chunk.slot[tile + i];
+    rows[i] = zeros;
     if constexpr (W::IS_INTEGER) {
       scale[tile + i] = is_empty ? 0 : store.scale[at];
       if (store.format == STORE_INT4) zero[tile + i] = is_empty ? 0 : store.zero[at];
     }
     if (is_empty) continue;
+    rows[i] = data ? data + at * dim : decoded + i * padded;
     if constexpr (W::IS_INTEGER) read_integers(store, at, dim, padded, decoded + i * padded);
-    else read_vector(store, at, dim, padded, decoded + i * padded);
-    rows[i] = decoded + i * padded;
+    else if (!data) read_vector(store, at, dim, padded, decoded + i * padded);
   }
-}
-
-// Find the vectors of LANES slots that are stored in sequence, none of them empty. False if there are others.
-template <class W>
-bool find_tile(const Store& store, int dim, const Group& group, int64_t kv, const Chunk<W>& chunk, int tile,
-               const typename W::T** rows) {
-  const typename W::T* data = W::IS_INTEGER ? nullptr : direct<typename W::T>(store, dim);
-  if (!data || group.block_size % LANES || chunk.highest[tile / PANEL] == INFINITY) return false;
-  data += (kv * store.blocks * group.block_size + chunk.slot[tile]) * dim;
-  for (int i = 0; i < LANES; i++) rows[i] = data + i * dim;
-  return true;
+  return false;
 }
 
 // Loads what is read DISTANCE bytes after the keys, and then the values, of an open chunk, into the L2 cache.
@@ -274,17 +265,18 @@ template <class W> struct ReadAhead {
 };
 
 template <class W>
-void read_values(const Op& op, const Group& group, int64_t kv, int tile, Chunk<W>& chunk) {
+bool read_values(const Op& op, const Group& group, int64_t kv, int tile, Chunk<W>& chunk) {
   const int padded = int(round_up(op.value_dim, PANEL));
-  read_tile(*op.values, kv * op.values->blocks * group.block_size, op.value_dim, padded, chunk, tile,
-            chunk.decoded_values + int64_t(tile) * padded, chunk.value + tile, chunk.value_scale, chunk.value_zero);
+  return read_tile(*op.values, group, kv, op.value_dim, padded, chunk, tile,
+                   chunk.decoded_values + int64_t(tile) * padded, chunk.value + tile, chunk.value_scale,
+                   chunk.value_zero);
 }
 
 template <class W>
-void read_keys(const Op& op, const Group& group, int64_t kv, int tile, const Chunk<W>& chunk,
+bool read_keys(const Op& op, const Group& group, int64_t kv, int tile, const Chunk<W>& chunk,
                const typename W::T** rows) {
-  read_tile(*op.keys, kv * op.keys->blocks * group.block_size, op.head_dim, int(round_up(op.head_dim, 2)), chunk, tile,
-            chunk.decoded_keys, rows, chunk.key_scale, chunk.key_zero);
+  return read_tile(*op.keys, group, kv, op.head_dim, int(round_up(op.head_dim, 2)), chunk, tile, chunk.decoded_keys,
+                   rows, chunk.key_scale, chunk.key_zero);
 }
 
 // Arrange all keys and values.
