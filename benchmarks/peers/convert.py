@@ -77,7 +77,6 @@ FORMATS = {
     "gguf-int8": lambda source, out, shape: kvad(
         ["export", str(source), str(out), "--to", "gguf", "--save-dtype", "q8_0"]
     ),
-    "kvad-bfloat16": lambda source, out, shape: kvad(["import", str(source), str(out)]),
     "kvad-int8": lambda source, out, shape: kvad(["quantize", str(source), str(out), "--bits", "8"]),
     "openvino-bfloat16": lambda source, out, shape: openvino(source, out, shape, bits=None),
     "openvino-int8": lambda source, out, shape: openvino(source, out, shape, bits=8),

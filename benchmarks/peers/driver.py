@@ -135,8 +135,6 @@ def format_of(engine: str, precision: str, shape: Shape) -> str | None:
         return None
     if shape.experts and engine == "ctranslate2":
         return None
-    if shape.experts and engine == "kvad" and precision != "int8":
-        return "kvad-bfloat16"  # Hugging Face's experts would be joined in memory, and computed in PyTorch
     return FORMAT_OF.get((engine, precision))
 
 

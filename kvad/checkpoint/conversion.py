@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -89,6 +89,11 @@ class TensorRule(NamedTuple):
     missing_ok: bool = False  # the file may lack it (a buffer of older files); kvad's tensor is zero then
     shapes: tuple[Shape, ...] = ()  # of kvad's tensors, in a rule about tensors (``expand_rules``)
 
+    @property
+    def has_separate_experts(self) -> bool:
+        """True if the file has a tensor for each expert, and kvad one [experts, out, in]."""
+        return [len(shape) for shape in self.shapes] == [3] and len(self.hf_names) == self.shapes[0][0] > 1
+
 
 def tensor_rule(
     kvad_names: str | tuple[str, ...],
@@ -146,6 +151,9 @@ def read_tensors(
     stored: HFTensors,
     where: str,
     report: Callable[[CheckpointError], None] | None = None,
+    *,
+    separate_experts: bool = False,
+    unread: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield kvad's tensors, one rule at a time.
 
@@ -155,6 +163,8 @@ def read_tensors(
         stored: Tensors of the file; with ``report`` they may be on the meta device.
         where: Path for messages.
         report: Takes each error; None: the first is raised.
+        separate_experts: Do not join experts that are stored one by one; that of index 3 has the name ``mlp.gate.3``.
+        unread: Names of kvad's tensors that are not yielded; what has only these is not read.
 
     Raises:
         CheckpointError: If a tensor is missing, unexpected, or of another shape.
@@ -170,7 +180,7 @@ def read_tensors(
     rules = family.tensor_rules(config)
     stored = _unstack_experts(rules, stored)
     for rule in rules:
-        stored_names = {name: _stored_name(family, name, stored) for name in rule.hf_names}
+        stored_names = {name: find_stored_name(family, name, stored) for name in rule.hf_names}
         present = {name: stored_name for name, stored_name in stored_names.items() if stored_name is not None}
         used.update(present.values())
         for name, stored_name in present.items():
@@ -181,18 +191,25 @@ def read_tensors(
             yield from ((name, torch.zeros(shape)) for name, shape in zip(rule.kvad_names, rule.shapes, strict=True))
             continue
         for name in missing:
-            close = difflib.get_close_matches(name, list(stored), n=1, cutoff=0.8)
-            hint = f"The most similar tensor is {close[0]}." if close else "The file may be of another architecture."
-            refuse(CheckpointError(f"{where}: tensor {name} is missing", hint))
-        if not missing:
-            try:
-                yield from _read(rule, [(name, stored[name]) for name in present.values()], where)
-            except CheckpointError as error:
-                refuse(error)
+            refuse(_missing_tensor(name, stored, where))
+        if missing or all(name in unread for name in rule.kvad_names):
+            continue
+        try:
+            tensors = [(name, stored[name]) for name in present.values()]
+            converted = _read(_separated(rule) if separate_experts else rule, tensors, where)
+            yield from (pair for pair in converted if pair[0] not in unread)
+        except CheckpointError as error:
+            refuse(error)
     for extra in _extra_tensors(family, stored, used, copies, where):
         refuse(extra)
     if report is None:
         _check_constants(family, config, stored, where)
+
+
+def _missing_tensor(name: str, stored: HFTensors, where: str) -> CheckpointError:
+    close = difflib.get_close_matches(name, list(stored), n=1, cutoff=0.8)
+    hint = f"The most similar tensor is {close[0]}." if close else "The file may be of another architecture."
+    return CheckpointError(f"{where}: tensor {name} is missing", hint)
 
 
 def _unstack_experts(rules: Iterable[TensorRule], stored: HFTensors) -> HFTensors:
@@ -263,13 +280,13 @@ def resolve_config(family: Family, config: ModelConfig, stored: HFTensors) -> Mo
         return None if stored_name is None else stored[stored_name]
 
     if config.tie_embeddings and family.head is not None:
-        head, table = (_stored_name(family, name, stored) for name in family.head)
+        head, table = (find_stored_name(family, name, stored) for name in family.head)
         if head is not None and table is not None and not torch.equal(stored[head], stored[table]):
             config = replace(config, tie_embeddings=False)
     return config if family.resolve is None else family.resolve(config, lookup)
 
 
-def _stored_name(family: Family, name: str, stored: HFTensors) -> str | None:
+def find_stored_name(family: Family, name: str, stored: HFTensors) -> str | None:
     """Return the name in the file of a tensor or of the first of its copies, or None."""
     names = (_find_name(candidate, stored, family) for candidate in (name, *family.copies.get(name, ())))
     return next((candidate for candidate in names if candidate is not None), None)
@@ -289,6 +306,15 @@ def _find_name(name: str, stored: HFTensors, family: Family) -> str | None:
             if candidate in stored:
                 return candidate
     return None
+
+
+def _separated(rule: TensorRule) -> TensorRule:
+    """Return the rule with a tensor of kvad's for each expert, if the file has one for each."""
+    if not rule.has_separate_experts:
+        return rule
+    (name,), ((count, *shape),) = rule.kvad_names, rule.shapes
+    names = tuple(f"{name}.{index}" for index in range(count))
+    return rule._replace(kvad_names=names, transform=SAME, shapes=(tuple(shape),) * count)
 
 
 def _read(rule: TensorRule, tensors: Sequence[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from kvad import model as model_lib
 from kvad import ops
 from kvad.checkpoint.folder import MODEL, TRAINING, check_file, read_json
 from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.quantized import DequantizedTensors
 from kvad.checkpoint.safetensors_io import ShardedTensors, open_file_tensors
 from kvad.config import ModelConfig
 from kvad.text import Tokenizer, load_tokenizer
@@ -137,7 +138,8 @@ class CheckpointHandle(ABC):
     def weight_files(self) -> list[ops.native.WeightFile]:
         """Return the mapped files that ``weights`` yields tensors of, for ``ops.native.PackedStore``."""
         tensors, files = self.tensors, []
-        for path, content in tensors.contents().items() if isinstance(tensors, ShardedTensors) else ():
+        contents = tensors.contents() if isinstance(tensors, ShardedTensors | DequantizedTensors) else {}
+        for path, content in contents.items():
             entry = (self.files or {}).get(path.name)
             checksum = None if entry is None else _checksum(entry)
             files.append(ops.native.WeightFile.create(path, np.frombuffer(content, np.uint8), checksum))
@@ -159,7 +161,10 @@ class CheckpointHandle(ABC):
         return converted(self.weights(), dtype)
 
     def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors but those of ``quantized_matrices``, as ``weights_as`` does."""
+        """Yield all tensors but those of ``quantized_matrices``, as ``weights_as`` does.
+
+        Experts that are stored one by one may be yielded so (``Transformer.separate_experts``).
+        """
         return self.weights_as(dtype)
 
     @property

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from kvad import config as config_lib
+from kvad import ops
 from kvad.checkpoint import generation_config
 from kvad.checkpoint.conversion import Family, HFConfigReader, read_tensors, resolve_config
 from kvad.checkpoint.families import FAMILIES, find_family
 from kvad.checkpoint.folder import CONFIG, check_quantization, check_readable_weights, check_text, read_json, write_json
 from kvad.checkpoint.generation_config import GENERATION_FILE, DenseModule, GenerationConfig
-from kvad.checkpoint.handle import CheckpointHandle
+from kvad.checkpoint.handle import CheckpointHandle, converted
 from kvad.checkpoint.quantized import DequantizedTensors, QuantizationScheme, read_scheme
 from kvad.checkpoint.safetensors_io import ShardedTensors, open_tensors
 from kvad.config import ClassificationHeadConfig, ModelConfig
@@ -106,12 +107,25 @@ def _content(layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype)
     return {**layout.content, **fields, **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))}
 
 
-def read_hf_config(path: Path) -> tuple[ModelConfig, str | None]:
-    """Read the model and the dtype of a ``config.json``, without looking at any weights."""
+class HFConfig(NamedTuple):
+    """The model in a ``config.json``."""
+
+    config: ModelConfig
+    dtype: str | None
+    quantized_sizes: Mapping[str, int]  # bytes of the weights that are computed with as they are stored, by name
+
+
+def read_hf_config(path: Path) -> HFConfig:
+    """Read a ``config.json`` without looking at any weights."""
     check_quantization(path, str(path))
-    fields, _ = _split_quantization(HFConfigReader(read_json(path), str(path)))
-    dtype = fields.get("dtype", fields.get("torch_dtype"))
-    return _family(fields).read_config(fields), dtype if isinstance(dtype, str) else None
+    fields, scheme = _split_quantization(HFConfigReader(read_json(path), str(path)))
+    dtype, config, sizes = fields.get("dtype", fields.get("torch_dtype")), _family(fields).read_config(fields), {}
+    if scheme is not None and scheme.method == "mxfp4":
+        for name, shape in config_lib.parameter_shapes.weight_shapes(config).items():
+            if len(shape) == 3:  # of experts
+                blocks = torch.empty(shape[0] * shape[1], shape[2] // 32, 16, device="meta")
+                sizes[name] = ops.block_matrix.BlockMatrix(blocks, None, "MXFP4 pairs").num_bytes
+    return HFConfig(config, dtype if isinstance(dtype, str) else None, sizes)
 
 
 def _split_quantization(fields: HFConfigReader) -> tuple[HFConfigReader, QuantizationScheme | None]:
@@ -308,8 +322,28 @@ class HFCheckpoint(CheckpointHandle):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield kvad's tensors, mapped or computed one rule at a time."""
+        return self._weights()
+
+    def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors but those of ``quantized_matrices``; experts that are stored one by one stay so."""
+        weights = self._weights(separate_experts=True, unread=self.quantized_matrices.keys())
+        return converted(weights, self._loaded_dtype(dtype))
+
+    @cached_property
+    def quantized_matrices(self) -> Mapping[str, ops.block_matrix.BlockMatrix]:
+        """The experts of a file in MXFP4, by their names; other quantized matrices are dequantized."""
+        tensors = self.tensors
+        if not isinstance(tensors, DequantizedTensors):
+            return {}
+        rules = self.family.tensor_rules(self.transformer_config)
+        return {name: matrix for rule in rules for name, matrix in tensors.block_matrices(rule, self.family).items()}
+
+    def _weights(self, *, separate_experts: bool = False, unread: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         self.check_weights()
-        tensors = read_tensors(self.family, self.transformer_config, self.tensors, str(self.path))
+        tensors = read_tensors(
+            self.family, self.transformer_config, self.tensors, str(self.path),
+            separate_experts=separate_experts, unread=unread,
+        )  # fmt: skip
         if self.dense is None:
             yield from tensors
             return
@@ -327,4 +361,7 @@ class HFCheckpoint(CheckpointHandle):
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors in ``dtype`` (None: as stored, or ``stored_dtype`` if they are quantized)."""
-        yield from super().weights_as(dtype if self.quantization is None else dtype or self.stored_dtype)
+        return super().weights_as(self._loaded_dtype(dtype))
+
+    def _loaded_dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        return dtype if self.quantization is None else dtype or self.stored_dtype

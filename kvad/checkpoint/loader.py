@@ -107,15 +107,17 @@ def load_weights(
     """Load the model of an opened checkpoint for inference: eval mode, no gradients.
 
     On the CPU and in the stored dtype, weights remain memory-mapped.  With ``dtype`` None they have the stored dtype,
-    but float16 becomes float32 on the CPU, which cannot compute in float16. ``activation_bits`` is that of
-    ``Transformer.round_activations``.
+    but float16 becomes float32 on the CPU, which cannot compute in float16. Experts that are stored one by one stay so
+    (``Transformer.separate_experts``). ``activation_bits`` is that of ``Transformer.round_activations``.
     """
     target_dtype = parse_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
     model = _model_without_weights(handle)
     if activation_bits is not None:
         model.round_activations(activation_bits)
-    model.load_state_dict(dict(_loaded_tensors(handle, target_dtype, device)), assign=True)
+    tensors = dict(_loaded_tensors(handle, target_dtype, device))
+    model.separate_experts(tensors)
+    model.load_state_dict(tensors, assign=True)
     if on_cpu:
         model.packed_weights = ops.native.PackedWeights(ops.native.PackedStore.create(handle.weight_files()))
     return model.eval().requires_grad_(False)
@@ -140,6 +142,7 @@ def outline_model(handle: CheckpointHandle, dtype: str | torch.dtype | None = No
         if not mappings.contain(tensor):
             copied.add(name)
         state_dict[name] = tensor.to("meta")
+    model.separate_experts(state_dict)
     model.load_state_dict(state_dict, assign=True)
     return ModelOutline(model.eval().requires_grad_(False), frozenset(copied))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kvad import config as cfg
 from kvad import ops
@@ -97,14 +97,14 @@ def _products(model: Transformer) -> Iterator[MatmulShape]:
             has_bias = module.bias is not None and not isinstance(module, ops.quantized_linear.QuantizedLinear)
             yield MatmulShape(module.in_features, module.out_features, computed, has_bias)
         elif isinstance(module, MixtureOfExperts):
-            packed.update(each for each in (module.gate, module.up, module.down) if isinstance(each, nn.Module))
+            packed.update(each for each in (module.gate, module.up, module.down) if isinstance(each, ops.linear.Linear))
             width, size = module.router.in_features, module.spec.intermediate_size
             for part, inputs, outputs in (
                 (module.gate, width, size),
                 (module.up, width, size),
                 (module.down, size, width),
             ):
-                yield MatmulShape(inputs, outputs, dtype, module.spec.bias and isinstance(part, Tensor))
+                yield MatmulShape(inputs, outputs, dtype, module.spec.bias and not isinstance(part, ops.linear.Linear))
         elif isinstance(module, (LanguageHead, ClassificationHead)):
             if isinstance(module, LanguageHead) and module.output is not None:
                 continue  # a Linear of its own

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvad.config import ModelConfig, is_later_default
 from kvad.model.transformer import Transformer
@@ -24,15 +24,18 @@ HASH_CHUNK = 1 << 24  # bytes; large tensors are divided, so that all cores hash
 
 def weights_fingerprint(model: Transformer) -> str:
     """Return the fingerprint of a model, 32 hexadecimal digits."""
-    return state_fingerprint(model.config, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    experts = {name: list(part) for name, part in model.named_modules() if isinstance(part, nn.ParameterList)}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    others = {name: tensor for name, tensor in tensors if name.rpartition(".")[0] not in experts}
+    return state_fingerprint(model.config, {**others, **experts})
 
 
 @torch.inference_mode()
-def state_fingerprint(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
-    """Return the fingerprint of a config and its parameters and buffers by name."""
+def state_fingerprint(config: ModelConfig, state: Mapping[str, Tensor | Sequence[Tensor]]) -> str:
+    """Return the fingerprint of a config and its parameters and buffers by name; a sequence is one stacked tensor."""
     names = sorted(state)
     chunks = [chunk for name in names for chunk in _chunks(state[name])]
-    shapes = [f"{name} {state[name].dtype} {tuple(state[name].shape)}" for name in names]
+    shapes = [f"{name} {_describe(state[name])}" for name in names]
     fields = _hashed_fields(config)
     del fields["dropout"]  # used in training only
     digest = blake2b(json.dumps([fields, shapes], sort_keys=True).encode(), digest_size=16)
@@ -52,10 +55,29 @@ def _hashed_fields(value: Any) -> Any:
     return [_hashed_fields(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _chunks(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return list(flat.view(torch.uint8).split(HASH_CHUNK)) if flat.numel() else []
+def _describe(tensor: Tensor | Sequence[Tensor]) -> str:
+    if isinstance(tensor, Tensor):
+        return f"{tensor.dtype} {tuple(tensor.shape)}"
+    return f"{tensor[0].dtype} {(len(tensor), *tensor[0].shape)}"
 
 
-def _hash(chunk: Tensor) -> bytes:
-    return blake2b(chunk.numpy().data, digest_size=16).digest()
+def _chunks(tensor: Tensor | Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide the bytes of a tensor into chunks; a chunk of stacked tensors has parts of some of them."""
+    chunks, size = list[list[Tensor]](), HASH_CHUNK
+    for each in [tensor] if isinstance(tensor, Tensor) else tensor:
+        rest = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        while len(rest):
+            if size == HASH_CHUNK:
+                chunks.append([])
+                size = 0
+            part, rest = rest[: HASH_CHUNK - size], rest[HASH_CHUNK - size :]
+            chunks[-1].append(part)
+            size += len(part)
+    return chunks
+
+
+def _hash(chunk: Sequence[Tensor]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for part in chunk:
+        digest.update(part.numpy().data)
+    return digest.digest()

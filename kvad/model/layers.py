@@ -175,13 +175,14 @@ class Router(ops.linear.Linear):
             return ops.linear.linear(input, self.weight.to(input.dtype), bias, self.tiles)
 
 
-# [experts, out, in], or a quantized matrix with the rows of one expert after another.
-ExpertWeights = nn.Parameter | ops.quantized_linear.QuantizedLinear
+# [experts, out, in]; one matrix [out, in] for each; or a quantized matrix with the rows of one expert after another.
+ExpertWeights = nn.Parameter | nn.ParameterList | ops.quantized_linear.QuantizedLinear
 
 
 class MixtureOfExperts(nn.Module):
     """Mixture of experts (``config.MoEConfig``). Each expert is computed once, for the tokens routed to it."""
 
+    PARTS = ("gate", "up", "down")
     tiles: ops.batch_invariant.TileSizes | None = None
 
     def __init__(self, width: int, spec: cfg.MoEConfig, dropout: float = 0.0) -> None:
@@ -276,7 +277,7 @@ class MixtureOfExperts(nn.Module):
 
     def _product(self, x: Tensor, weights: ExpertWeights, biases: Tensor | None, index: int) -> Tensor:
         bias = None if biases is None else biases[index]
-        if isinstance(weights, Tensor):
+        if isinstance(weights, (Tensor, nn.ParameterList)):
             return ops.linear.linear(x, weights[index], bias, self.tiles)
         rows = weights.out_features // self.spec.num_experts
         return weights.multiply_rows(x, index * rows, (index + 1) * rows, bias)

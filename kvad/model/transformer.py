@@ -20,7 +20,7 @@ trains (NoCache, packed documents), prefills, decodes and computes the uncached 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -398,6 +398,26 @@ class Transformer(nn.Module):
             else:
                 layer = ops.quantized_linear.QuantizedLinear(matrix, bias)
             setattr(module, child, layer)
+
+    def separate_experts(self, names: Container[str]) -> None:
+        """Give each expert matrices of its own if ``names`` has its tensors (``mlp.gate.3``), for inference.
+
+        Files that have them one by one are mapped then; as one tensor they are joined in memory.
+        """
+        for name, module in self.named_modules():
+            for part in module.PARTS if isinstance(module, MixtureOfExperts) else ():
+                if f"{name}.{part}.0" in names:
+                    matrices = getattr(module, part).detach().unbind()
+                    delattr(module, part)
+                    setattr(module, part, nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in matrices))
+
+    def join_experts(self) -> None:
+        """Undo ``separate_experts``."""
+        for module in self.modules():
+            for part in module.PARTS if isinstance(module, MixtureOfExperts) else ():
+                if isinstance(matrices := getattr(module, part), nn.ParameterList):
+                    delattr(module, part)
+                    setattr(module, part, nn.Parameter(torch.stack(list(matrices)), requires_grad=False))
 
     def round_activations(self, bits: int) -> None:
         """Round the inputs of layers with quantized weights to ``bits`` bits (``quantized_linear.round_inputs``).

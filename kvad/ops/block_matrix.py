@@ -1,4 +1,4 @@
-"""Matrices in the block formats of GGUF, as they are in a file.
+"""Matrices in the block formats of GGUF, and in Hugging Face's MXFP4, as they are in a file.
 
 A row is a sequence of blocks of 32 or 256 weights with their scales. ``BlockMatrix.quantized`` returns the same numbers
 as a ``QuantizedMatrix``: equal products of float32, so that both dequantize to the same bits. Formats whose numbers it
@@ -12,7 +12,8 @@ cannot hold (5 bits with a minimum, fewer bits, tables) are not in ``BLOCK_FORMA
     q6_K  128 bytes, 64 bytes, 16 x int8, d   w = d s * (q - 32)         16 groups of 16
     mxfp4 e, 16 bytes                         w = 2^(e - 128) * q        q: twice an E2M1 number
 
-``d``, ``m`` and ``dmin`` are float16.
+``d``, ``m`` and ``dmin`` are float16. Hugging Face's MXFP4 has the first weight of each pair in the low bits, and the
+scales of all blocks in a tensor of their own.
 """
 
 from __future__ import annotations
@@ -83,9 +84,19 @@ def _decode_q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _decode_mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    exponent = blocks[..., :1].int()
+    return _nibbles(blocks[..., 1:]), _powers(blocks[..., :1]), None
+
+
+def _decode_mxfp4_pairs(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    packed = blocks[..., 1:]
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2), _powers(blocks[..., :1]), None
+
+
+def _powers(exponent: Tensor) -> Tensor:
+    """Return 2^(exponent - 128) in float32."""
+    exponent = exponent.int()
     bits = torch.where(exponent < 2, 1 << 21 + exponent, exponent - 1 << 23)  # 2^-128 and 2^-127 are subnormal
-    return _nibbles(blocks[..., 1:]), bits.int().view(torch.float32), None
+    return bits.int().view(torch.float32)
 
 
 BLOCK_FORMATS = {
@@ -96,6 +107,7 @@ BLOCK_FORMATS = {
     "Q4_K": BlockFormat(256, 144, WeightFormat(4, 32, torch.float32), (0, 2), _decode_q4_k),
     "Q6_K": BlockFormat(256, 210, WeightFormat(8, 16, torch.float32), (208,), _decode_q6_k),
     "MXFP4": BlockFormat(32, 17, WeightFormat(4, 32, torch.float32, is_e2m1=True), (), _decode_mxfp4),
+    "MXFP4 pairs": BlockFormat(32, 17, WeightFormat(4, 32, torch.float32, is_e2m1=True), (), _decode_mxfp4_pairs),
 }
 
 
@@ -105,6 +117,7 @@ class BlockMatrix(NamedTuple):
     blocks: Tensor  # uint8 [stored rows, in / size, num_bytes]
     order: Tensor | None  # int64 [out], the stored row of each row; None: the same
     kind: str  # of BLOCK_FORMATS
+    scales: Tensor | None = None  # uint8 [stored rows, in / size]: the first byte of each block, if blocks lack it
 
     @property
     def block_format(self) -> BlockFormat:
@@ -140,7 +153,17 @@ class BlockMatrix(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by field."""
-        return {"blocks": self.blocks} if self.order is None else {"blocks": self.blocks, "order": self.order}
+        parts = {"blocks": self.blocks, "order": self.order, "scales": self.scales}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+    def select(self, rows: Tensor) -> BlockMatrix:
+        """Return the stored rows with these numbers, int64; views of the blocks if they are at equal distances."""
+        first, step = int(rows[0]), int(rows[1] - rows[0]) if len(rows) > 1 else 1
+        if step < 1 or not torch.equal(rows, torch.arange(len(rows)) * step + first):
+            return self._replace(order=rows.contiguous())
+        selected = slice(first, first + step * len(rows), step)
+        scales = None if self.scales is None else self.scales[selected]
+        return self._replace(blocks=self.blocks[selected], order=None, scales=scales)
 
     def quantized(self, rows: slice = slice(None)) -> QuantizedMatrix:
         """Return rows of the same numbers with separate scales."""
@@ -156,8 +179,11 @@ class BlockMatrix(NamedTuple):
         step = max(1, CHUNK // self.in_features)
         for low in range(0, count, step):
             part = slice(low, min(count, low + step))
-            stored = slice(start + part.start, start + part.stop)
-            blocks = self.blocks[stored] if self.order is None else self.blocks[self.order[stored]]
+            stored: slice | Tensor = slice(start + part.start, start + part.stop)
+            stored = stored if self.order is None else self.order[stored]
+            blocks = self.blocks[stored]
+            if self.scales is not None:
+                blocks = torch.cat((self.scales[stored].unsqueeze(-1), blocks), -1)
             numbers, scales, minima = self.block_format.decode(blocks)
             numbers = numbers.flatten(-2)
             data[part] = numbers if bits == 8 else numbers[:, ::2] | numbers[:, 1::2] << 4
@@ -176,16 +202,17 @@ class BlockLinear(QuantizedLinear):
 
     blocks: Tensor
     order: Tensor | None
+    scales: Tensor | None
 
     def __init__(self, matrix: BlockMatrix, bias: nn.Parameter | None = None) -> None:
         super().__init__(matrix, bias)  # type: ignore[arg-type]
 
     def _set_matrix(self, matrix: BlockMatrix) -> None:  # type: ignore[override]
         self.kind, self.bits = matrix.kind, matrix.format.bits
-        self.register_buffer("blocks", matrix.blocks)
-        self.register_buffer("order", matrix.order)
+        for name in ("blocks", "order", "scales"):
+            self.register_buffer(name, getattr(matrix, name))
 
     @property
     def matrix(self) -> BlockMatrix:  # type: ignore[override]
         """The weight; its tensors are those of the layer."""
-        return BlockMatrix(self.blocks, self.order, self.kind)
+        return BlockMatrix(self.blocks, self.order, self.kind, self.scales)

@@ -41,6 +41,7 @@ def shard_model(model: Transformer, process_groups: ProcessGroups) -> None:
     """
     mesh = process_groups.mesh
     check_model_fits_mesh(model.config, mesh)
+    model.join_experts()
     _shard_parameters(model, weight_shards(model.config, mesh))
     for stack in (model.encoder, model.decoder):
         if stack is None:

@@ -165,9 +165,11 @@ def _read_hf(name: str, path: Path) -> PlanTarget:
     weights = (path.parent / checkpoint.folder.MODEL, path.parent / checkpoint.folder.INDEX)
     if path.name == checkpoint.folder.CONFIG and any(file.is_file() for file in weights):
         handle = checkpoint.hf_layout.HFCheckpoint(path.parent)
-        return PlanTarget(name, handle.config, str(handle.stored_dtype).removeprefix("torch."), origin)
-    config, stored_dtype = checkpoint.hf_layout.read_hf_config(path)
-    return PlanTarget(name, config, stored_dtype if stored_dtype in config_lib.DTYPE_BYTES else None, origin)
+        dtype, quantized = str(handle.stored_dtype).removeprefix("torch."), QuantizedSize(*handle.quantized_bytes())
+        return PlanTarget(name, handle.config, dtype, origin, quantized)
+    config, stored_dtype, sizes = checkpoint.hf_layout.read_hf_config(path)
+    known_dtype = stored_dtype if stored_dtype in config_lib.DTYPE_BYTES else None
+    return PlanTarget(name, config, known_dtype, origin, QuantizedSize(sizes))
 
 
 def _read_config(path: Path) -> ModelConfig:

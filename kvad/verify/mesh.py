@@ -48,7 +48,7 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
 
     Args:
         mesh: The mesh.
-        models: The models that run, of one configuration; they are copied.
+        models: The models that run, of one configuration; they are copied, and their experts joined.
         fault: "rank-heads", or any fault that is not one of the ranks.
 
     Raises:
@@ -61,6 +61,7 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
         self._folder = tempfile.TemporaryDirectory(prefix="kvad-verify-mesh-")
         folder = Path(self._folder.name)
         try:
+            models[0].join_experts()
             checkpoint.native.save_checkpoint(folder / "model", models[0].config, models[0].state_dict(), None)
             dtypes = [model.dtype_name for model in models]
             for rank in range(1, mesh.size):

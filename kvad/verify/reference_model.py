@@ -60,7 +60,7 @@ class ReferenceModel(Transformer):
     ) -> list[Tensor]:
         """Compute [T, V] of each sequence (``last_only``: [1, V]), all in one pass over the weights.
 
-        ``sum_order``: linear layers, but not the head and experts in one tensor, sum over their inputs in an order that
+        ``sum_order``: linear layers, but not the head and unquantized experts, sum over their inputs in an order that
         is drawn with this seed (0: that of the weights).
         """
         for module in self.modules():
@@ -92,7 +92,9 @@ def reference_model(model: Transformer, dtype: torch.dtype | None = None) -> Ref
     reference.use_quantized(quantized)
     if model.activation_bits is not None:
         reference.round_activations(model.activation_bits)
-    reference.load_state_dict({name: x.detach() for name, x in model.state_dict().items()}, assign=True)
+    state = {name: x.detach() for name, x in model.state_dict().items()}
+    reference.separate_experts(state)
+    reference.load_state_dict(state, assign=True)
     reference.compute_dtype = model.token_embedding.dtype if dtype is None else dtype
     reference.kernel = "reference"
     for own, stack in ((reference.encoder, model.encoder), (reference.decoder, model.decoder)):
@@ -163,15 +165,18 @@ def _separate_products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 
 
 def _convert_experts(module: nn.Module, inputs: tuple[Tensor]) -> None:
-    stored = {name: x for name, x in module._parameters.items() if x is not None}
-    module.stored = stored  # type: ignore[assignment]
-    for name, x in stored.items():
-        module._parameters[name] = x.to(inputs[0].dtype)  # type: ignore[assignment]
+    lists = [x for x in module.children() if isinstance(x, nn.ParameterList)]
+    module.stored = [(owner, dict(owner._parameters)) for owner in (module, *lists)]  # type: ignore[assignment]
+    for owner in (module, *lists):
+        for name, x in owner._parameters.items():
+            if x is not None:
+                owner._parameters[name] = x.to(inputs[0].dtype)  # type: ignore[assignment]
 
 
 def _restore_experts(module: nn.Module, _inputs: object, _output: object) -> None:
     stored: Any = module.stored
-    module._parameters.update(stored)
+    for owner, parameters in stored:
+        owner._parameters.update(parameters)
 
 
 def _convert_embedded(

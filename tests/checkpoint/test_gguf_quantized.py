@@ -115,7 +115,7 @@ def engine_logits(llm: LLM, tokens: Sequence[int] = TOKENS) -> torch.Tensor:
     return torch.cat(results)
 
 
-@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize("kind", [kind for kind in BLOCK_FORMATS if kind != "MXFP4 pairs"])  # of Hugging Face
 @pytest.mark.parametrize("rows", [slice(None), slice(2, 4)])
 def test_blocks_are_the_numbers_that_the_package_dequantizes(kind: str, rows: slice) -> None:
     stored = blocks(kind, 5, 512, np.random.default_rng(1))

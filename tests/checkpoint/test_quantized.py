@@ -12,14 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvad import ops
+from kvad.cache.config import CacheConfig
 from kvad.checkpoint import open_checkpoint, quantized
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.safetensors_io import open_file_tensors
+from kvad.engine.options import EngineConfig
 from kvad.errors import CheckpointError
 from kvad.llm import LLM
+from kvad.ops.native import packed_store
+from tests.checkpoint.test_gguf_quantized import engine_logits
 from tests.file_parity.cases import write_case
 from tests.support.cli_checkpoints import run
+from tests.support.random_models import build
 
 transformers = pytest.importorskip("transformers")
 
@@ -362,22 +368,8 @@ def test_a_module_that_the_config_excludes_must_not_be_quantized(tmp_path):
 
 def test_experts_of_gpt_oss_in_mxfp4_are_what_transformers_converts(tmp_path):
     convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
-    folder = write_case("gpt-oss", tmp_path / "m")
-    generator, expected = torch.Generator().manual_seed(0), {}
-
-    def pack(tensors):
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            experts, inputs, outputs = tensors.pop(name).shape
-            shape = (experts, outputs, inputs // 32)
-            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            expected[name] = convert(blocks, scales, dtype=torch.float32)
-
-    change_tensors(folder, pack)
-    content = json.loads((folder / "config.json").read_text())
-    content["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "lm_head"]}
-    (folder / "config.json").write_text(json.dumps(content))
+    folder, packed = write_mxfp4(tmp_path / "m")
+    expected = {name: convert(blocks, scales, dtype=torch.float32) for name, (blocks, scales) in packed.items()}
     handle = open_checkpoint(folder)
     assert handle.unused_keys == ("num_experts",) and handle.quantization == "MXFP4, groups of 32"
     weights = dict(handle.weights())
@@ -385,7 +377,78 @@ def test_experts_of_gpt_oss_in_mxfp4_are_what_transformers_converts(tmp_path):
     assert torch.equal(weights["decoder.layers.1.mlp.down"], down.transpose(1, 2))
     joined = expected["model.layers.1.mlp.experts.gate_up_proj"].transpose(1, 2)
     assert torch.equal(weights["decoder.layers.1.mlp.gate"], joined[:, ::2])
-    assert logits(folder, dtype="float32").isfinite().all()
+
+
+def test_experts_in_mxfp4_are_computed_with_as_they_are_stored(tmp_path, monkeypatch):
+    monkeypatch.setenv(packed_store.ENVIRONMENT_VARIABLE, str(tmp_path / "packed"))
+    monkeypatch.setattr(packed_store, "MIN_BYTES", 0)
+    monkeypatch.setattr("kvad.engine.execution.native_program.MAX_COPIED_BYTES", 100_000)
+    folder, _ = write_mxfp4(tmp_path / "m")
+    model, handle = load_model(folder, "float64")
+    weights, files = dict(handle.weights()), ops.native.FileMappings()
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, ops.block_matrix.BlockLinear)
+    }
+    assert layers.keys() == {name for name in weights if re.search(r"mlp\.(gate|up|down)$", name)}
+    for name, layer in layers.items():
+        assert torch.equal(layer.effective_weight().view(weights[name].shape), weights[name])
+        if ops.native.library.SMAPS.is_file():
+            assert files.contain(layer.blocks) and files.contain(layer.scales)
+    plain = build(handle.config).double()
+    plain.load_state_dict(dict(handle.weights_as(torch.float64)))
+    tokens, engine_config = list(range(3, 40)), EngineConfig(native=False)
+    config = CacheConfig(max_num_seqs=1, max_seq_len=48)
+    outputs = [LLM(each, None, config, engine_config=engine_config).logits(tokens) for each in (model, plain)]
+    assert torch.equal(*outputs)
+    for start in range(2):  # packed, then mapped
+        with LLM.load(folder, max_num_seqs=1, max_seq_len=48, dtype="float32") as llm:
+            have = engine_logits(llm, tokens)[0]
+            assert torch.allclose(have.double(), outputs[0][-1].double(), atol=1e-4, rtol=1e-4)
+            assert llm.engine.runner.native_reason == ops.native.load().reason
+        assert ops.native.load().library is None or len(list((tmp_path / "packed").glob("*.packed"))) == 1, start
+
+
+def test_mxfp4_is_planned_as_it_is_stored(tmp_path, capsys):
+    folder, packed = write_mxfp4(tmp_path / "m")
+    handle = open_checkpoint(folder)
+    experts = sum(blocks.numel() + 4 * scales.numel() for blocks, scales in packed.values())  # scales in float32
+    others = sum(x.numel() for name, x in handle.weights() if not re.search(r"mlp\.(gate|up|down)$", name))
+    for name in ("", "config.json", "model.safetensors"):
+        if name == "model.safetensors":  # planned without the weights, as from the hub
+            (folder / name).unlink()
+        report = json.loads(run(capsys, "plan", folder / "config.json" if name else folder, "--json").out)
+        assert report["weights_dtype"] == "bfloat16" and report["bytes"]["weights"] == experts + 2 * others
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_damaged_mxfp4_is_named(tmp_path, part):
+    folder, _ = write_mxfp4(tmp_path / "m")
+    name = f"model.layers.1.mlp.experts.down_proj_{part}"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj"):
+        load_model(folder)
+
+
+def write_mxfp4(folder):
+    """Write a gpt-oss with experts in MXFP4; return the folder, and blocks and scales by the matrix."""
+    write_case("gpt-oss", folder)
+    generator, packed = torch.Generator().manual_seed(0), {}
+
+    def pack(tensors):
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+            packed[name] = blocks, scales
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    change_tensors(folder, pack)
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "lm_head"]}
+    content["torch_dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder, packed
 
 
 def test_an_adapter_is_merged_into_the_dequantized_matrices_in_their_dtype(tmp_path, capsys):

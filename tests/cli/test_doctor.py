@@ -107,26 +107,43 @@ MIXTRAL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64,
     "num_local_experts": 4, "tie_word_embeddings": False,
 }  # fmt: skip
+NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"], "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 64, "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QKV_BYTES = 2 * 3 * 4 * (32 * 32 + 32)  # of both layers: weights and biases
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "dtype"), [("mixtral", torch.float32), ("llama", torch.float16)])
+@pytest.mark.parametrize(("family", "dtype"), [("gpt_neox", torch.float32), ("llama", torch.float16)])
 def test_large_weights_that_are_copied_when_they_are_loaded(kvad, tmp_path, monkeypatch, family, dtype):
-    """Experts are joined and float16 is widened; an import has neither, as the reason says."""
-    monkeypatch.setitem(CONFIGS, "mixtral", MIXTRAL)
+    """GPT-NeoX stores q, k and v in one tensor, and float16 is widened; an import has neither, as the reason says."""
+    monkeypatch.setitem(CONFIGS, "gpt_neox", NEOX)
     write_hf_folder(tmp_path / "hf", family, dtype=dtype)
     assert kernels(kvad, tmp_path / "hf") == engine_kernels(tmp_path / "hf") == "native"
-    monkeypatch.setattr("kvad.engine.execution.native_program.MAX_COPIED_BYTES", 1000)
-    monkeypatch.setattr("kvad.engine.engine.MAX_PACKED_BYTES", 0)  # joined weights are not in the file
+    limit_copies(monkeypatch)
     reason = engine_kernels(tmp_path / "hf")
     assert kernels(kvad, tmp_path / "hf") == reason and " bytes of weights are not mapped from a file" in reason
-    layer_bytes = 2 * 4 * 3 * 40 * 32 * 4 if family == "mixtral" else 0
-    assert int(reason.split()[0].replace(",", "")) == layer_bytes or family == "llama"
+    assert int(reason.split()[0].replace(",", "")) == QKV_BYTES or family == "llama"
     assert (
         "kvad import" in reason
         and kvad("import", tmp_path / "hf", tmp_path / "out", "--save-dtype", "float32").code == 0
     )
     assert kernels(kvad, tmp_path / "out") == engine_kernels(tmp_path / "out") == "native"
+
+
+def limit_copies(monkeypatch):
+    monkeypatch.setattr("kvad.engine.execution.native_program.MAX_COPIED_BYTES", 1000)
+    monkeypatch.setattr("kvad.engine.engine.MAX_PACKED_BYTES", 0)  # joined weights are not in the file
+
+
+@needs_kernels
+def test_experts_that_are_stored_one_by_one_are_not_copied(kvad, tmp_path, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "mixtral", MIXTRAL)
+    write_hf_folder(tmp_path / "hf", "mixtral")
+    limit_copies(monkeypatch)
+    assert kernels(kvad, tmp_path / "hf") == engine_kernels(tmp_path / "hf") == "native"
 
 
 OPTIONS = {

@@ -18,6 +18,7 @@ from kvad.config.parameter_shapes import weight_shapes
 from kvad.engine import Engine, EngineConfig
 from kvad.errors import CacheError, ConfigError, KvadError, UsageError
 from kvad.model.fingerprint import weights_fingerprint
+from kvad.model.layers import MixtureOfExperts
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import BlockOps, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping, SubBatch
@@ -384,6 +385,20 @@ def test_a_mesh_of_one_rank_does_not_change_the_model() -> None:
     assert {name: x.shape for name, x in whole.named_parameters()} == {
         n: x.shape for n, x in sharded.named_parameters()
     }
+
+
+def test_separate_experts_are_joined_before_they_are_cut() -> None:
+    config = with_mlp(shaped(), EXPERTS)
+    whole, separate = build(config), build(config)
+    parts = [
+        f"{name}.{part}" for name, x in whole.named_modules() if isinstance(x, MixtureOfExperts) for part in x.PARTS
+    ]
+    separate.separate_experts([f"{part}.0" for part in parts])
+    assert parts and len(list(separate.parameters())) > len(list(whole.parameters()))
+    for model in (whole, separate):
+        shard_model(model, ProcessGroups(Mesh(2)))
+    expected, state = whole.state_dict(), separate.state_dict()
+    assert expected.keys() == state.keys() and all(torch.equal(x, state[name]) for name, x in expected.items())
 
 
 def test_a_stage_refuses_views_of_another_stage() -> None:

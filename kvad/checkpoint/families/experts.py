@@ -21,8 +21,7 @@ _MLP = {part: f"{part}_proj" for part in ("gate", "up", "down")}
 W123 = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's names
 _DROPOUT = hf.dropouts(attention="attention_dropout")
 _JOINED = TensorTransform(  # [experts, 2 hidden, in]: gate, then up
-    lambda tensors, shapes: [part.contiguous() for part in tensors[0].chunk(2, dim=1)],
-    lambda tensors, shapes: [torch.cat(list(tensors), dim=1)],
+    lambda tensors, shapes: list(tensors[0].chunk(2, dim=1)), lambda tensors, shapes: [torch.cat(list(tensors), dim=1)]
 )
 
 _ROW = TensorTransform(  # [experts] stored as [1, experts]

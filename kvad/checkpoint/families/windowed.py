@@ -303,7 +303,7 @@ def _gpt_oss_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Ite
 
 # OpenAI 2025.  Experts with biases, a sink logit per head, a window in every other layer, unrounded YaRN.  An expert
 # computes (up + 1) * gate * sigmoid(1.702 gate), clipped at 7; gate and up are interleaved in one matrix stored as
-# [in, out].  The hub's MXFP4 files are refused; transformers' ``dequantize`` writes files that kvad reads.
+# [in, out].  The hub's files have them in MXFP4 (``quantized``).
 _GPT_OSS = HFClass(
     "gpt_oss",
     "GptOssForCausalLM",

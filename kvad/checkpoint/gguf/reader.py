@@ -155,29 +155,14 @@ class GGUFCheckpoint(HFCheckpoint):
     def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors but those of ``quantized_matrices``; no other is dequantized."""
         quantized = self.quantized_bytes()[0]
-        rules = self.family.tensor_rules(self.transformer_config)
-        unread = {name for rule in rules if quantized.keys() >= set(rule.kvad_names) for name in rule.hf_names}
-        stored = _PartlyRead(self.tensors, unread)
-        weights = read_tensors(self.family, self.transformer_config, stored, str(self.path))
-        yield from converted((pair for pair in weights if pair[0] not in quantized), dtype or self.stored_dtype)
+        where = str(self.path)
+        weights = read_tensors(self.family, self.transformer_config, self.tensors, where, unread=quantized.keys())
+        yield from converted(weights, dtype or self.stored_dtype)
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the largest tensor, bfloat16 if it is quantized."""
         return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
-
-
-class _PartlyRead(LazyTensors):
-    """Tensors of which some are not read, only their shapes."""
-
-    def __init__(self, tensors: GGUFTensors, unread: Container[str]) -> None:
-        self._entries: GGUFTensors = tensors
-        self._unread = unread
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._unread:
-            return torch.empty(self._entries.shape(name), device="meta")
-        return self._entries[name]
 
 
 def _shortest(value: float) -> float:
@@ -319,13 +304,10 @@ class GGUFTensors(LazyTensors):
                 or bool((pairs[..., 0] != index).any())
             ):
                 continue
-            stored, order = blocks[index], pairs[..., 1].flatten().contiguous()
+            stored, order = blocks[index], pairs[..., 1].flatten()
             if stored is not None and self._raw.shape(names[index])[-1] == shape[-1]:
-                kind, selected = self._raw.kind(names[index]), slice(int(order[0]), int(order[0]) + len(order))
-                if torch.equal(order, torch.arange(selected.start, selected.stop)):
-                    matrices[parameter] = ops.block_matrix.BlockMatrix(stored[selected], None, kind)
-                else:
-                    matrices[parameter] = ops.block_matrix.BlockMatrix(stored, order, kind)
+                matrix = ops.block_matrix.BlockMatrix(stored, None, self._raw.kind(names[index]))
+                matrices[parameter] = matrix.select(order)
         return matrices
 
     def shape(self, name: str) -> tuple[int, ...]:

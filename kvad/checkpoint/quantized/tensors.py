@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvad import ops
+from kvad.checkpoint.conversion import Family, TensorRule, find_stored_name
 from kvad.checkpoint.quantized.layouts import LAYOUTS, Layout, LayoutError, is_quantized_dtype
 from kvad.checkpoint.quantized.scheme import QuantizationScheme
 from kvad.checkpoint.safetensors_io import LazyTensors, ShardedTensors
@@ -82,6 +86,28 @@ class DequantizedTensors(LazyTensors):
             return packed.layout.dequantize(parts, self._scheme).contiguous()
         except (LayoutError, RuntimeError, IndexError) as error:
             raise self._error(packed, error) from error
+
+    def block_matrices(self, rule: TensorRule, family: Family) -> dict[str, ops.block_matrix.BlockMatrix]:
+        """Return the matrices in MXFP4 of a rule, as they are stored, by kvad's names; {} if there are none.
+
+        Rows are found by converting their numbers, [experts, 1, rows], as the weights [experts, in, rows] are.
+        """
+        stored = [find_stored_name(family, name, self) for name in rule.hf_names]
+        packed = self._entries[stored[0]] if len(stored) == 1 and stored[0] is not None else None
+        if packed is None or self._scheme.method != "mxfp4":
+            return {}
+        experts, inputs, outputs = self.shape(packed.module)
+        blocks, scales = (self._stored[packed.names[part]] for part in ("_blocks", "_scales"))
+        numbers = torch.arange(experts * outputs).view(experts, 1, outputs)
+        orders = rule.transform.read([numbers], [(*shape[:-1], 1) for shape in rule.shapes])
+        if [(*order.shape[:-1], inputs) for order in orders] != list(rule.shapes) or scales.shape != blocks.shape[:-1]:
+            return {}  # an error that reading it reports
+        matrix = ops.block_matrix.BlockMatrix(blocks.flatten(0, 1), None, "MXFP4 pairs", scales.flatten(0, 1))
+        return {name: matrix.select(order.flatten()) for name, order in zip(rule.kvad_names, orders, strict=True)}
+
+    def contents(self) -> dict[Path, mmap.mmap]:
+        """Return the mapped content of the files, by path."""
+        return self._stored.contents()
 
     def _error(self, packed: _Packed, error: Exception) -> CheckpointError:
         reason = str(error).partition("\n")[0]

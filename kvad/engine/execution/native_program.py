@@ -375,21 +375,18 @@ class _Builder:
     ) -> native.Op:
         """Return a product by the weights."""
         first = weights[0]
-        if isinstance(first, Tensor):
-            _require(all(isinstance(x, Tensor) for x in weights), "joined weights of several formats")
-            quantization = {}
-        else:
-            _require(len(set(map(_format, weights))) == 1, "joined weights of several formats")
-            form = first.format
+        form, quantization = _format(first), {}
+        _require(len(set(map(_format, weights))) == 1, "joined weights of several formats")
+        if form is not None:
             _require(form.group_size % 2 == 0, "groups with an odd number of weights")
             _require(form.scale_dtype in SCALE_DTYPES, f"scales in {form.scale_dtype}")
             quantization = {"bits": form.bits, "quantized_group": form.group_size, "is_e2m1": form.is_e2m1,
                             "half_scales": form.scale_dtype == torch.float16,
                             "activation_bits": self.model.activation_bits or 0}  # fmt: skip
         panels = self.model.packed_weights.panels(self.library, weights, self.files, interleaved=interleaved)
-        rows, width = panels.shape if isinstance(first, Tensor) else (len(panels), first.in_features)
-        return self._new_op("linear", weight=panels, k=width, bias=self._float(bias, rows),
-                            **({"n": rows} | quantization | fields))  # fmt: skip
+        width = panels.shape[1] if isinstance(first, (Tensor, nn.ParameterList)) else first.in_features
+        return self._new_op("linear", weight=panels, k=width, bias=self._float(bias, len(panels)),
+                            **({"n": len(panels)} | quantization | fields))  # fmt: skip
 
     def _linear_product(
         self,
@@ -588,7 +585,7 @@ class _Builder:
         _require(spec.swiglu_alpha != 0.0, "a swiglu_alpha of 0")
         gate, up, down = (_expert_matrix(weights) for weights in (mlp.gate, mlp.up, mlp.down))
         is_whole = spec.intermediate_size % native.library.PANEL == self.size % native.library.PANEL == 0
-        is_plain = all(isinstance(matrix, Tensor) for matrix in (gate, up, down))
+        is_plain = all(_format(matrix) is None for matrix in (gate, up, down))
         _require(is_whole or is_plain, "int8 or int4 experts of a size that 32 does not divide")
         size, half = _whole_panels(spec.intermediate_size), native.library.PANEL // 2
         gate_up_bias = down_bias = None
@@ -682,14 +679,14 @@ def _matrix(layer: ops.linear.Linear) -> native.library.Matrix:
 
 
 def _expert_matrix(weights: model_lib.layers.ExpertWeights) -> native.library.Matrix:
-    if isinstance(weights, Tensor):
+    if isinstance(weights, (Tensor, nn.ParameterList)):
         return weights
     _require(type(weights) in QUANTIZED_LAYERS, _kind("experts", weights))
     return weights.matrix
 
 
 def _format(matrix: native.library.Matrix) -> ops.quantized_linear.WeightFormat | None:
-    return None if isinstance(matrix, Tensor) else matrix.format
+    return None if isinstance(matrix, (Tensor, nn.ParameterList)) else matrix.format
 
 
 def _activation(function: object) -> int:

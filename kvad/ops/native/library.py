@@ -32,7 +32,7 @@ from kvad.ops.native.packed_store import PackedStore, advise
 from kvad.ops.quantized_linear import QuantizedMatrix
 from kvad.ops.runtime import HostMemory
 
-Matrix = Tensor | QuantizedMatrix | BlockMatrix
+Matrix = Tensor | nn.ParameterList | QuantizedMatrix | BlockMatrix  # a list: of experts, [out, in] each
 JoinRows = Callable[..., NDArray[np.uint64]]  # of several matrices, given by their addresses
 
 ENVIRONMENT_VARIABLE = "KVAD_NATIVE"  # "off", or the name of a variant
@@ -349,13 +349,13 @@ class PackedWeights:
         """Return the panels of matrices; those of unchanged files are in the store, if there is one."""
         name = None
         if self._store is not None:
-            tensors = [m.blocks if isinstance(m, BlockMatrix) else x for m in matrices for x in _parts(m)[:1]]
-            tensors += [tensor for m in matrices if isinstance(m, QuantizedMatrix) for tensor in _parts(m)[1:]]
             orders = [m.order for m in matrices if isinstance(m, BlockMatrix)]
+            tensors = [x for m in matrices for x in _parts(m) if not any(x is order for order in orders)]
             kinds = [m.kind for m in matrices if isinstance(m, BlockMatrix)]
             hashes = ["" if x is None else blake2b(x.numpy().data, digest_size=16).hexdigest() for x in orders]
             if all(map(files.contain, tensors)):
-                name = self._store.name(tensors, f"{join.__name__} {kinds} {hashes}")
+                rows = [_num_rows(matrix) for matrix in matrices]
+                name = self._store.name(tensors, f"{join.__name__} {rows} {kinds} {hashes}")
         packed = None
         if self._store is not None and name is not None:
             packed = self._store.find(name, _empty_panels(matrices, join))
@@ -374,6 +374,8 @@ class PackedWeights:
 
 def _parts(matrix: Matrix) -> list[Tensor]:
     """Return the tensors that make the rows of a matrix."""
+    if isinstance(matrix, nn.ParameterList):
+        return list(matrix)
     return [matrix] if isinstance(matrix, Tensor) else list(matrix.tensors().values())
 
 
@@ -382,8 +384,8 @@ def _empty_panels(matrices: Sequence[Matrix], join: JoinRows) -> Tensor:
     like = matrices[0]
     counts = [_num_rows(matrix) for matrix in matrices]
     rows = _padded(len(join(*(np.zeros(count, dtype=np.uint64) for count in counts))))
-    if isinstance(like, Tensor):
-        return torch.empty(rows, _even(like.shape[-1]), dtype=like.dtype, device="meta")
+    if not isinstance(like, (QuantizedMatrix, BlockMatrix)):
+        return torch.empty(rows, _even(like[0].shape[-1]), dtype=like[0].dtype, device="meta")
     row_bytes = like.num_bytes // max(1, like.out_features)
     if isinstance(like, QuantizedMatrix):  # groups are filled up to four numbers
         row_bytes += like.scale.shape[1] * (-like.group_size % 4 * like.bits // 8)
@@ -391,21 +393,22 @@ def _empty_panels(matrices: Sequence[Matrix], join: JoinRows) -> Tensor:
 
 
 def _num_rows(matrix: Matrix) -> int:
-    if not isinstance(matrix, Tensor):
+    if isinstance(matrix, (QuantizedMatrix, BlockMatrix)):
         return matrix.out_features
-    return len(matrix) if matrix.dim() == 2 else len(matrix) * _padded(matrix.shape[1])
+    return len(matrix) if matrix[0].dim() == 1 else len(matrix) * _padded(len(matrix[0]))
 
 
 def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, memory: HostMemory | None) -> Tensor:
     """Pack matrices; without ``memory`` in some that goes back to the system when the tensor is deleted."""
     packed = _new_like(_empty_panels(matrices, join), memory)
     plain = [_with_rows(matrix) for matrix in matrices]
-    rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*map(_parts, plain), strict=True)]
+    arrays = ([matrix] if isinstance(matrix, (Tensor, list)) else _parts(matrix) for matrix in plain)
+    rows = [join(*map(_row_addresses, each)) for each in zip(*arrays, strict=True)]
     like = plain[0]
-    if isinstance(like, Tensor):
-        library.pack(rows[0], like.shape[-1], like.itemsize, packed)
-    else:
+    if isinstance(like, QuantizedMatrix):
         library.pack_quantized(rows, like, packed)
+    else:
+        library.pack(rows[0], like[0].shape[-1], like[0].itemsize, packed)
     return packed
 
 
@@ -421,10 +424,12 @@ def _new_like(empty: Tensor, memory: HostMemory | None = None) -> Tensor:
     return new.view(empty.dtype).view(empty.shape)
 
 
-def _with_rows(matrix: Matrix) -> Tensor | QuantizedMatrix:
+def _with_rows(matrix: Matrix) -> Tensor | list[Tensor] | QuantizedMatrix:
     """Return a matrix whose rows are contiguous: a transposed one (GPT-2's are views of [in, out]) is copied."""
     if isinstance(matrix, BlockMatrix):
         return matrix.quantized()
+    if isinstance(matrix, nn.ParameterList):
+        return [each if each.stride(-1) == 1 else _new_like(each.to("meta")).copy_(each) for each in matrix]
     if not isinstance(matrix, Tensor) or matrix.stride(-1) == 1:
         return matrix
     return _new_like(matrix.to("meta")).copy_(matrix)
@@ -437,8 +442,9 @@ class _Panels(NamedTuple):
 
 
 def weight_state(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Return what changes if a weight of the model changes."""
-    return tuple(map(_state, (*model.parameters(), *model.buffers())))
+    """Return what changes if a weight of the model changes; each request asks, and torch's generators take longer."""
+    tables = (table for module in model.modules() for table in (module._parameters, module._buffers))
+    return tuple(_state(tensor) for table in tables for tensor in table.values() if tensor is not None)
 
 
 class FileMappings:
@@ -466,10 +472,10 @@ def _state(parameter: Tensor) -> tuple[int, int]:
     return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
-def _row_addresses(matrix: Tensor) -> NDArray[np.uint64]:
-    if matrix.dim() == 3:
-        rows = np.zeros((len(matrix), _padded(matrix.shape[1])), dtype=np.uint64)
-        rows[:, : matrix.shape[1]] = [_row_addresses(part) for part in matrix]
+def _row_addresses(matrix: Tensor | list[Tensor]) -> NDArray[np.uint64]:
+    if isinstance(matrix, list) or matrix.dim() == 3:
+        rows = np.zeros((len(matrix), _padded(len(matrix[0]))), dtype=np.uint64)
+        rows[:, : len(matrix[0])] = [_row_addresses(part) for part in matrix]
         return rows.reshape(-1)
     assert matrix.stride(1) == 1, "rows are contiguous"
     step = matrix.stride(0) * matrix.element_size()
