@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kvad.config import ModelConfig, is_later_default
 from kvad.model.transformer import Transformer
 
 HASH_CHUNK = 1 << 24  # bytes; large tensors are divided, so that all cores hash
+BATCH = 4  # chunks of each core that are in memory at a time
 
 
 def weights_fingerprint(model: Transformer) -> str:
@@ -34,14 +36,16 @@ def weights_fingerprint(model: Transformer) -> str:
 def state_fingerprint(config: ModelConfig, state: Mapping[str, Tensor | Sequence[Tensor]]) -> str:
     """Return the fingerprint of a config and its parameters and buffers by name; a sequence is one stacked tensor."""
     names = sorted(state)
-    chunks = [chunk for name in names for chunk in _chunks(state[name])]
+    chunks = (chunk for name in names for chunk in _chunks(state[name]))
     shapes = [f"{name} {_describe(state[name])}" for name in names]
     fields = _hashed_fields(config)
     del fields["dropout"]  # used in training only
     digest = blake2b(json.dumps([fields, shapes], sort_keys=True).encode(), digest_size=16)
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # hashing releases the GIL
-        for chunk_digest in pool.map(_hash, chunks):
-            digest.update(chunk_digest)
+    num_threads = max(1, torch.get_num_threads())
+    with ThreadPoolExecutor(num_threads) as pool:  # hashing releases the GIL
+        while batch := list(islice(chunks, BATCH * num_threads)):  # views that are not contiguous are copied
+            for chunk_digest in pool.map(_hash, batch):
+                digest.update(chunk_digest)
     return digest.hexdigest()
 
 
@@ -61,19 +65,20 @@ def _describe(tensor: Tensor | Sequence[Tensor]) -> str:
     return f"{tensor[0].dtype} {(len(tensor), *tensor[0].shape)}"
 
 
-def _chunks(tensor: Tensor | Sequence[Tensor]) -> list[list[Tensor]]:
+def _chunks(tensor: Tensor | Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Divide the bytes of a tensor into chunks; a chunk of stacked tensors has parts of some of them."""
-    chunks, size = list[list[Tensor]](), HASH_CHUNK
+    chunk, size = list[Tensor](), 0
     for each in [tensor] if isinstance(tensor, Tensor) else tensor:
         rest = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
         while len(rest):
+            part = rest[: HASH_CHUNK - size]
+            chunk.append(part)
+            rest, size = rest[len(part) :], size + len(part)
             if size == HASH_CHUNK:
-                chunks.append([])
-                size = 0
-            part, rest = rest[: HASH_CHUNK - size], rest[HASH_CHUNK - size :]
-            chunks[-1].append(part)
-            size += len(part)
-    return chunks
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _hash(chunk: Sequence[Tensor]) -> bytes:

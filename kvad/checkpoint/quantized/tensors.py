@@ -92,16 +92,20 @@ class DequantizedTensors(LazyTensors):
 
         Rows are found by converting their numbers, [experts, 1, rows], as the weights [experts, in, rows] are.
         """
-        stored = [find_stored_name(family, name, self) for name in rule.hf_names]
-        packed = self._entries[stored[0]] if len(stored) == 1 and stored[0] is not None else None
-        if packed is None or self._scheme.method != "mxfp4":
+        if self._scheme.method != "mxfp4" or len(rule.hf_names) > 1:
+            return {}
+        stored = find_stored_name(family, rule.hf_names[0], self)
+        packed = None if stored is None else self._entries[stored]
+        if packed is None:
             return {}
         experts, inputs, outputs = self.shape(packed.module)
         blocks, scales = (self._stored[packed.names[part]] for part in ("_blocks", "_scales"))
+        if scales.shape != blocks.shape[:-1] or scales.dtype != torch.uint8 or blocks.shape[-1] != 16:
+            return {}  # reading it reports the error
         numbers = torch.arange(experts * outputs).view(experts, 1, outputs)
         orders = rule.transform.read([numbers], [(*shape[:-1], 1) for shape in rule.shapes])
-        if [(*order.shape[:-1], inputs) for order in orders] != list(rule.shapes) or scales.shape != blocks.shape[:-1]:
-            return {}  # an error that reading it reports
+        if [(*order.shape[:-1], inputs) for order in orders] != list(rule.shapes):
+            return {}  # this too
         matrix = ops.block_matrix.BlockMatrix(blocks.flatten(0, 1), None, "MXFP4 pairs", scales.flatten(0, 1))
         return {name: matrix.select(order.flatten()) for name, order in zip(rule.kvad_names, orders, strict=True)}
 

@@ -301,6 +301,7 @@ template <class W> class Mixture {
   // Call use(expert, panel, first pair, number of pairs, sums) for the products of all pairs, a few panels at a time.
   template <class Use> void each_panel(int64_t rows, const PairRows<W>& in, const Use& use) {
     constexpr int64_t SPAN = 4;  // panels
+    constexpr int few = TILE_ROWS > REGISTER_ROWS ? 1 : 0;  // pairs; one is not measured with AMX
     const int64_t panels = rows / PANEL, spans = (panels + SPAN - 1) / SPAN, size = in.panel_size();
     alignas(64) F acc[ROWS][2];
     int64_t next = run.team.take(), unit = 0;
@@ -319,7 +320,7 @@ template <class W> class Mixture {
             const int64_t pair = low + count * part / parts;
             const int m = int(low + count * (part + 1) / parts - pair);
             Ahead ahead;
-            ahead.panel = m > 1 && part == 0 && (parts == 1 || panel == span * SPAN);
+            ahead.panel = m > few && part == 0 && (parts == 1 || panel == span * SPAN);
             if (parts > 1 && panel + 1 < last) ahead.read_next(w + size, part, parts, in.op.k / W::STEP);
             in.multiply(w, pair, m, tiles, ahead, acc);
             use(e, panel, pair, m, acc);
