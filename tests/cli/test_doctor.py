@@ -117,13 +117,15 @@ QKV_BYTES = 2 * 3 * 4 * (32 * 32 + 32)  # of both layers: weights and biases
 
 @needs_kernels
 @pytest.mark.parametrize(("family", "dtype"), [("gpt_neox", torch.float32), ("llama", torch.float16)])
-def test_large_weights_that_are_copied_when_they_are_loaded(kvad, tmp_path, monkeypatch, family, dtype):
+def test_large_weights_that_are_copied_when_they_are_loaded(kvad, tmp_path, monkeypatch, caplog, family, dtype):
     """GPT-NeoX stores q, k and v in one tensor, and float16 is widened; an import has neither, as the reason says."""
     monkeypatch.setitem(CONFIGS, "gpt_neox", NEOX)
     write_hf_folder(tmp_path / "hf", family, dtype=dtype)
     assert kernels(kvad, tmp_path / "hf") == engine_kernels(tmp_path / "hf") == "native"
+    assert not caplog.messages
     limit_copies(monkeypatch)
     reason = engine_kernels(tmp_path / "hf")
+    assert caplog.messages == [f"PyTorch serves this model: {reason}"]  # a warning, without -v
     assert kernels(kvad, tmp_path / "hf") == reason and " bytes of weights are not mapped from a file" in reason
     assert int(reason.split()[0].replace(",", "")) == QKV_BYTES or family == "llama"
     assert (

@@ -441,7 +441,8 @@ class ModelRunner:
         if isinstance(program, str):
             self.native_reason = program
             if self.device.type == "cpu" and self.model.token_embedding.dtype != torch.float64:
-                LOG.info("PyTorch serves this model: %s", program)
+                has_remedy = "kvad import" in program
+                LOG.log(logging.WARNING if has_remedy else logging.INFO, "PyTorch serves this model: %s", program)
         else:
             self.program = program
             if self._num_tokens is not None:
