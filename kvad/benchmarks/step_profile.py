@@ -319,7 +319,8 @@ def _read_bytes(num_seqs: int) -> Callable[[nn.Module], float]:
         if not isinstance(module, model.layers.MixtureOfExperts):
             return own_bytes(module)
         # Quantized and separate experts are modules, which are counted on their own.
-        modules = sum(own_bytes(x) for x in (module.gate, module.up, module.down) if isinstance(x, nn.Module))
+        parts = (getattr(module, name) for name in module.PARTS)
+        modules = sum(own_bytes(part) for part in parts if isinstance(part, nn.Module))
         share = min(1.0, num_seqs * module.spec.num_experts_per_token / module.spec.num_experts)
         return share * (own_bytes(module) + modules) - modules
 

@@ -89,11 +89,6 @@ class TensorRule(NamedTuple):
     missing_ok: bool = False  # the file may lack it (a buffer of older files); kvad's tensor is zero then
     shapes: tuple[Shape, ...] = ()  # of kvad's tensors, in a rule about tensors (``expand_rules``)
 
-    @property
-    def has_separate_experts(self) -> bool:
-        """True if the file has a tensor for each expert, and kvad one [experts, out, in]."""
-        return [len(shape) for shape in self.shapes] == [3] and len(self.hf_names) == self.shapes[0][0] > 1
-
 
 def tensor_rule(
     kvad_names: str | tuple[str, ...],
@@ -309,8 +304,8 @@ def _find_name(name: str, stored: HFTensors, family: Family) -> str | None:
 
 
 def _separated(rule: TensorRule) -> TensorRule:
-    """Return the rule with a tensor of kvad's for each expert, if the file has one for each."""
-    if not rule.has_separate_experts:
+    """Return the rule with a tensor of kvad's for each expert, if the file has one for each, and kvad [experts, ..]."""
+    if [len(shape) for shape in rule.shapes] != [3] or not 1 < len(rule.hf_names) == rule.shapes[0][0]:
         return rule
     (name,), ((count, *shape),) = rule.kvad_names, rule.shapes
     names = tuple(f"{name}.{index}" for index in range(count))

@@ -205,7 +205,7 @@ def quantizable(model: model_lib.Transformer) -> Iterator[tuple[str, int]]:
                 if type(layer) is ops.linear.Linear:
                     yield f"{name}.{child}", layer.in_features
         elif isinstance(module, model_lib.layers.MixtureOfExperts):
-            for child in ("gate", "up", "down"):
+            for child in module.PARTS:
                 yield f"{name}.{child}", getattr(module, child).shape[-1]
 
 

@@ -377,6 +377,7 @@ def test_experts_of_gpt_oss_in_mxfp4_are_what_transformers_converts(tmp_path):
     assert torch.equal(weights["decoder.layers.1.mlp.down"], down.transpose(1, 2))
     joined = expected["model.layers.1.mlp.experts.gate_up_proj"].transpose(1, 2)
     assert torch.equal(weights["decoder.layers.1.mlp.gate"], joined[:, ::2])
+    assert logits(folder, dtype="float32").isfinite().all()
 
 
 def test_experts_in_mxfp4_are_computed_with_as_they_are_stored(tmp_path, monkeypatch):
