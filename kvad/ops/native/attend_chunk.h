@@ -201,43 +201,36 @@ template <class W, int M> struct FewQueries {
   typedef const T* Row;
   static constexpr bool IS_HALF = sizeof(T) == 2;
 
-  // Tiles of LANES slots whose products are computed together: enough of them to hide the latency of a sum.
-  static constexpr int TILES = M == 1 ? 8 : M == 2 ? 4 : M <= 5 ? 2 : 1;
-  static constexpr int64_t LINE = TILES * LANES;
-
-  static void logits(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, const Queries& queries, float* out) {
+  static void logits(const Op& op, const Group& group, int64_t kv, const Chunk<W>& chunk, const Queries& queries,
+                     float* out) {
     const int dim = int(round_up(op.head_dim, 2)), words = dim / W::STEP;
     const T* q = static_cast<const T*>(queries.vectors);
     const ReadAhead<W> ahead(op, group, kv, chunk);
-    int32_t* arranged = reinterpret_cast<int32_t*>(chunk.keys);  // [words, LINE]
-    for (int first = 0; first < chunk.count; first += LINE) {
-      const int tiles = chunk.count - first < LINE ? (chunk.count - first) / LANES : TILES;
-      const char* next[TILES];  // a line of each is loaded with every word
-      for (const char*& each : next) each = reinterpret_cast<const char*>(arranged);
-      for (int tile = 0; tile < tiles; tile++) {
-        const int at = first + tile * LANES;
-        Row rows[LANES];
-        if (read_keys(op, group, kv, at, chunk, rows)) next[tile] = ahead.after_keys(at).address(arranged);
-        else for (int i = 0; i < LANES; i++) ahead.with_keys(at + i);
-        transpose_words<LINE>(reinterpret_cast<const int32_t* const*>(rows), words, arranged + tile * LANES);
-      }
-      V acc[TILES][M] = {};
-      for (int word = 0; word < words; word++) {
-#pragma GCC unroll 8
-        for (int tile = 0; tile < TILES; tile++) {
-          __builtin_prefetch(next[tile] + 64 * word, 0, 2);
+    for (int at = 0; at < chunk.count; at += LANES) {
+      const char* next = reinterpret_cast<const char*>(q);  // a line of it is loaded with every word
+      Row rows[LANES];
+      if (read_keys(op, group, kv, at, chunk, rows)) next = ahead.after_keys(at).address(q);
+      else for (int i = 0; i < LANES; i++) ahead.with_keys(at + i);
+      V acc[M] = {};
+      for (int first = 0; first < words; first += LANES) {
+        __m512i columns[LANES];  // words of the slots; they stay in registers
+        const __mmask16 present = words - first < LANES ? (1 << (words - first)) - 1 : -1;
+        for (int i = 0; i < LANES; i++)
+          columns[i] = _mm512_maskz_loadu_epi32(present, reinterpret_cast<const int32_t*>(rows[i]) + first);
+        transpose(columns);
+#pragma GCC unroll 16
+        for (int word = 0; word < LANES; word++) {
+          if (first + word == words) break;
+          __builtin_prefetch(next + 64 * (first + word), 0, 2);
 #pragma GCC unroll 12
           for (int i = 0; i < M; i++)
-            acc[tile][i] = W::dot(acc[tile][i], load_step(arranged + word * LINE + tile * LANES), q + i * dim + word * W::STEP);
+            acc[i] = W::dot(acc[i], (VI)columns[word], q + i * dim + (first + word) * W::STEP);
         }
       }
-      for (int tile = 0; tile < tiles; tile++)
-        for (int i = 0; i < M; i++) {
-          const int at = first + tile * LANES;
-          store(out + i * CHUNK + at,
-                finish_logits(op, group, key_products(op, chunk, (F)acc[tile][i], at, queries, i), chunk.position + at,
-                              queries.position[i], queries.head[i]));
-        }
+      for (int i = 0; i < M; i++)
+        store(out + i * CHUNK + at,
+              finish_logits(op, group, key_products(op, chunk, (F)acc[i], at, queries, i), chunk.position + at,
+                            queries.position[i], queries.head[i]));
     }
   }
 
