@@ -695,7 +695,10 @@ def check_attention(
     case: Case, shapes: list[tuple[int, int, int]], sizes: tuple[int, int, int, int], formats: tuple[str, str],
     pattern_name: str, features: str, block_size: int,
 ) -> None:  # fmt: skip
-    """Sequences of different lengths; empty slots are NaN if they can be; ``block_size`` 0: a sequence is one block."""
+    """Sequences of different lengths, half of them with gaps; empty slots are NaN if they can be.
+
+    ``block_size`` 0: a sequence is one block.
+    """
     (kv_heads, group, dim, value_dim), pattern = sizes, PATTERNS[pattern_name]
     heads = kv_heads * group
     longest = max(context + new for _, new, context in shapes)
@@ -710,11 +713,11 @@ def check_attention(
     for (seqs, new, context), width in zip(shapes, widths, strict=True):
         table = torch.zeros(seqs, width, dtype=torch.int64)
         for row in range(seqs):
-            end = max(0, context - 40 * row) + new
+            end, has_gaps = max(0, context - 40 * row) + new, int(case.integers(2))
             for block in range(-(-end // block_size)):
                 table[row, block] = order.pop()
             for position in range(end):
-                if position >= end - new or int(case.integers(9)):
+                if position >= end - new or not has_gaps or int(case.integers(9)):
                     slot_positions[table[row, position // block_size], position % block_size] = position
             positions.append(torch.arange(end - new, end))
         sub_batches.append(SubBatch(table, new, context + new if width == 1 else width * block_size))
@@ -790,7 +793,8 @@ def test_a_query_has_the_same_attention_among_others(
 @pytest.mark.parametrize("variant", LIBRARIES)
 @pytest.mark.parametrize("format_name", ["bfloat16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("damaged", [slice(0, 256), slice(256, 512), slice(300, 301)], ids=["first", "second", "one"])
-def test_a_damaged_key_that_is_seen_is_not_left_out(variant: str, format_name: str, damaged: slice) -> None:
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_damage_that_is_seen_is_not_left_out(variant: str, format_name: str, damaged: slice, part: str) -> None:
     """A chunk in which every key is NaN has no largest logit; its query must not have the values of the others."""
     case = Case(variant, 2, FLOAT if format_name == "float32" else BFLOAT, torch.Generator().manual_seed(0))
     length, block_size, dim = 600, 16, 64
@@ -799,7 +803,7 @@ def test_a_damaged_key_that_is_seen_is_not_left_out(variant: str, format_name: s
     slot_positions = slot_positions.unflatten(0, (-1, block_size))
     blocks = len(slot_positions)
     keys, values = (stored(case.numbers(2, blocks, block_size, dim, dtype=FLOAT), format_name) for _ in range(2))
-    spoil(keys, (slot_positions >= damaged.start) & (slot_positions < damaged.stop))
+    spoil({"keys": keys, "values": values}[part], (slot_positions >= damaged.start) & (slot_positions < damaged.stop))
     for new in (1, 9, 40):
         x, positions = case.numbers(new, 6, dim), torch.arange(length - new, length)
         batch = [SubBatch(torch.arange(blocks)[None], new, length)]

@@ -49,39 +49,46 @@ template <class W> F key_products(const Op& op, const Chunk<W>& chunk, F sums, i
   return x;
 }
 
-// True if a query sees every slot that is not later, and logits are products times a scale.
-inline bool is_plain(const Op& op, const Group& group) {
-  const bool has_window = group.window || group.layer_window;
-  return group.causal && !has_window && !op.slopes && !op.position_bias && op.softcap <= 0;
-}
-
 inline float lowest_position(const Queries& q, int m) {
   float low = q.position[0];
   for (int i = 1; i < m; i++) low = q.position[i] < low ? q.position[i] : low;
   return low;
 }
 
+// Writes logits [m, CHUNK] of a chunk, LANES slots of a query at a time.
+template <class W> struct Logits {
+  const Op& op;
+  const Group& group;
+  const Chunk<W>& chunk;
+  const Queries& queries;
+  float* out;
+  const float low;
+  const bool plain;  // a query sees every slot that is not later, and logits are products times a scale
+  Logits(const Op& op, const Group& group, const Chunk<W>& chunk, const Queries& queries, int m, float* out)
+      : op(op), group(group), chunk(chunk), queries(queries), out(out), low(lowest_position(queries, m)),
+        plain(group.causal && !group.window && !group.layer_window && !op.slopes && !op.position_bias && op.softcap <= 0) {}
+
+  bool all_seen(int at) const { return plain && chunk.highest[at / PANEL] <= low; }
+  void put(F sums, int at, int i, bool all_seen) const {  // sums: of words or numbers
+    const F product = key_products(op, chunk, sums, at, queries, i);
+    store(out + i * CHUNK + at, all_seen ? scale_product(op, product)
+                                         : finish_logits(op, group, product, chunk.position + at, queries.position[i],
+                                                         queries.head[i]));
+  }
+};
+
 // Logits [m, CHUNK] of an arranged chunk.
 template <class W>
 void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int count, int m, const Queries& q,
-                  float* logits) {
+                  float* out) {
   const int dim = int(round_up(op.head_dim, 2));
-  const bool plain = !W::IS_INTEGER && is_plain(op, group);
-  const float low = lowest_position(q, m);
+  const Logits<W> logits(op, group, chunk, q, m, out);
   alignas(64) F acc[ROWS][2];
   for (int tile = 0; tile < count; tile += PANEL) {
     multiply<W>(m, chunk.keys + tile * dim, static_cast<const typename W::T*>(q.vectors), dim, dim, acc);
-    if (plain && chunk.highest[tile / PANEL] <= low) {  // all see all
-      for (int i = 0; i < m; i++)
-        for (int half = 0; half < 2; half++)
-          store(logits + i * CHUNK + tile + half * LANES, scale_product(op, acc[i][half]));
-      continue;
-    }
+    const bool all_seen = logits.all_seen(tile);
     for (int i = 0; i < m; i++)
-      for (int at = tile; at < tile + PANEL; at += LANES)
-        store(logits + i * CHUNK + at,
-              finish_logits(op, group, key_products(op, chunk, acc[i][at > tile], at, q, i), chunk.position + at,
-                            q.position[i], q.head[i]));
+      for (int half = 0; half < 2; half++) logits.put(acc[i][half], tile + half * LANES, i, all_seen);
   }
 }
 
@@ -125,16 +132,17 @@ template <class W>
 F soften_words(const Op& op, const Chunk<W>& chunk, int count, const float* logits, float largest, float* floats,
                uint16_t* words, Unpacked& unpacked) {
   const bool has_zeros = op.values->format == STORE_INT4;
-  F top = F{}, zero = F{};
+  I top = I{};
+  F zero = F{};
   const F total = soften(logits, count, largest, [&](F p, int s) {
     const I seen = load(logits + s) != -INFINITY;
     const F x = seen ? p * load(chunk.value_scale + s) : F{};
     if (has_zeros) zero += seen ? p * load(chunk.value_zero + s) : F{};
-    top = larger_or_nan(top, x);
+    top = larger_size(top, x);
     store(floats + s, x);
   });
   const auto put = [&](I numbers, int s) { store_words(numbers, LANES, words + s); };
-  unpacked = {to_integers(floats, count, highest_or_nan(top), HIGHEST_WORD, put).scale, sum(zero)};
+  unpacked = {to_integers(floats, count, largest_size(top), HIGHEST_WORD, put).scale, sum(zero)};
   return total;
 }
 
@@ -205,6 +213,7 @@ template <class W, int M> struct FewQueries {
                      float* out) {
     const int dim = int(round_up(op.head_dim, 2)), words = dim / W::STEP;
     const T* q = static_cast<const T*>(queries.vectors);
+    const Logits<W> logits(op, group, chunk, queries, M, out);
     const ReadAhead<W> ahead(op, group, kv, chunk);
     for (int at = 0; at < chunk.count; at += LANES) {
       const char* next = reinterpret_cast<const char*>(q);  // a line of it is loaded with every word
@@ -227,10 +236,8 @@ template <class W, int M> struct FewQueries {
             acc[i] = W::dot(acc[i], (VI)columns[word], q + i * dim + (first + word) * W::STEP);
         }
       }
-      for (int i = 0; i < M; i++)
-        store(out + i * CHUNK + at,
-              finish_logits(op, group, key_products(op, chunk, (F)acc[i], at, queries, i), chunk.position + at,
-                            queries.position[i], queries.head[i]));
+      const bool all_seen = logits.all_seen(at);
+      for (int i = 0; i < M; i++) logits.put((F)acc[i], at, i, all_seen);
     }
   }
 
@@ -371,6 +378,7 @@ template <int M> struct ByteQueries {
       for (int d = 0; d < dim; d++) total += q.high[i * dim + d];
       raised[i] = _mm512_set1_epi32(FORMAT == STORE_INT8 ? 128 * total : 0);
     }
+    const Logits<Words> logits(op, group, chunk, queries, M, out);
     const ReadAhead<Words> ahead(op, group, kv, chunk);
     for (int at = 0; at < chunk.count; at += LANES) {
       const char* tile = static_cast<const char*>(op.keys->data) + (keys + chunk.slot[at]) * bytes<FORMAT>(dim);
@@ -392,11 +400,9 @@ template <int M> struct ByteQueries {
         }
       }
       read_scales(op, group, kv, chunk, at);
-      for (int i = 0; i < M; i++) {
-        const F sums = join_bytes(_mm512_sub_epi32(high[i], raised[i]), low[i]);
-        store(out + i * CHUNK + at, finish_logits(op, group, key_products(op, chunk, sums, at, queries, i),
-                                                  chunk.position + at, queries.position[i], queries.head[i]));
-      }
+      const bool all_seen = logits.all_seen(at);
+      for (int i = 0; i < M; i++)
+        logits.put(join_bytes(_mm512_sub_epi32(high[i], raised[i]), low[i]), at, i, all_seen);
     }
   }
 

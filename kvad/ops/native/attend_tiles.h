@@ -108,10 +108,9 @@ template <class W> struct TileQueries {
     if (STEPS > 3) _tile_loadd(7, columns + 3 * LANES * LANES, DEPTH);
 
     alignas(64) float products[2][PANEL * LANES];  // of a panel of slots, and of the next one
-    const bool plain = is_plain(op, group);
-    const float low = lowest_position(queries, m);
+    const Logits<W> logits(op, group, chunk, queries, m, out);
     const auto finish = [&](int first) {
-      const bool all_seen = plain && chunk.highest[first / PANEL] <= low;
+      const bool all_seen = logits.all_seen(first);
       for (int at = first; at < first + PANEL; at += LANES) {
         float* from = products[first / PANEL % 2] + (at - first) * LANES;
         if constexpr (W::IS_INTEGER) {
@@ -119,12 +118,7 @@ template <class W> struct TileQueries {
           from -= LANES * LANES;
           read_scales(op, group, kv, chunk, at);
         }
-        each_column(m, from, [&](F product, int i) {
-          product = key_products(op, chunk, product, at, queries, i);
-          store(out + i * CHUNK + at, all_seen ? scale_product(op, product)
-                                               : finish_logits(op, group, product, chunk.position + at,
-                                                               queries.position[i], queries.head[i]));
-        });
+        each_column(m, from, [&](F product, int i) { logits.put(product, at, i, all_seen); });
       }
     };
     const Stored* keys = head_of(*op.keys, group, kv, dim);

@@ -290,7 +290,7 @@ template <class W, class C> class Attention {
     for (int64_t unit = run.low(units); unit < run.high(units); unit++) {  // in sequence, because it reads ahead
       const int64_t seq = unit / (op.kv_heads * layout.chunks), kv = unit / layout.chunks % op.kv_heads;
       const int64_t chunk = unit % layout.chunks;
-      take_queries(layout, first_token + seq * batch.num_new, kv, 0, n);
+      if (!chunk || unit == run.low(units)) take_queries(layout, first_token + seq * batch.num_new, kv, 0, n);
       const int64_t next = unit + 1 < run.high(units) ? unit + 1 : unit;
       announce(batch, next / (op.kv_heads * layout.chunks), next / layout.chunks % op.kv_heads, next % layout.chunks);
       const bool seen = open(batch, seq, kv, chunk, n);

@@ -154,16 +154,21 @@ inline float highest(F x) {
   for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
   return top;
 }
-// The larger one, or NaN.
-inline F larger_or_nan(F top, F x) { return x > top ? x : (x == x ? top : x); }
-inline float highest_or_nan(F x) {
+// The largest size of some numbers, or NaN: as bits, NaN is larger than any number.
+inline I larger_size(I top, F x) {
+  const I size = as_ints(x) & 0x7fffffff;
+  return size > top ? size : top;
+}
+inline float largest_size(I sizes) {
 #if defined(__AVX512F__)
-  if (_mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q)) return NAN;
-  return _mm512_reduce_max_ps((__m512)x);
+  int32_t top = _mm512_reduce_max_epi32((__m512i)sizes);
+#else
+  int32_t top = sizes[0];
+  for (int i = 1; i < LANES; i++) top = sizes[i] > top ? sizes[i] : top;
 #endif
-  float top = x[0];
-  for (int i = 1; i < LANES; i++) top = x[i] > top || x[i] != x[i] ? x[i] : top;
-  return top;
+  float size;
+  std::memcpy(&size, &top, 4);
+  return size;
 }
 
 // e^x: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cephes, expf). NaN stays NaN.
@@ -329,12 +334,9 @@ template <class T, class Put> inline Integers to_integers(const T* from, int n, 
   return {largest / highest, sum_of(total)};
 }
 template <class T> inline float largest_of(const T* from, int n) {  // in size, or NaN
-  F top = F{};
-  for (int i = 0; i < n; i += LANES) {
-    const F x = load_wide(from + i, n - i);
-    top = larger_or_nan(top, larger(x, -x));
-  }
-  return highest_or_nan(top);
+  I top = I{};
+  for (int i = 0; i < n; i += LANES) top = larger_size(top, load_wide(from + i, n - i));
+  return largest_size(top);
 }
 inline void store_words(I numbers, int n, uint16_t* to) {
 #if defined(__AVX512F__)
