@@ -10,8 +10,8 @@
     kvad plot dev/results/peers.jsonl --x context --y median --group-by label --log-x -o peers.svg
 
 kvad is imported from this checkout, so another commit is another worktree. Every value is one timed run; a line has
-the median of all turns with the smallest and the largest, the largest of the machine's limits measured around the same
-rounds, and how many of the tokens are the most likely ones of the float32 model. Scenarios that
+the median of all turns with the smallest and the largest, their shares of the machine's limits, which are measured
+before and after each round, and how many of the tokens are the most likely ones of the float32 model. Scenarios that
 the file of --out has at this commit, from this machine and with enough timed runs, are skipped.
 """
 

@@ -282,7 +282,7 @@ class Driver:
             for key in [*able][first:] + [*able][:first]:
                 with self._reported(key, f"failed: {name}", rounds):
                     for _ in range(per_turn):
-                        able[key].add(self._turn(key, paths[key], scenario, prompts), scenario)
+                        able[key].add(self._turn(key, paths[key], scenario, prompts), scenario, turn)
                         if self.settings.verbose:
                             notice(f"{scenario.name} {' '.join(key)}: {able[key].values[-1]:.4g} {scenario.unit}")
         self._measure_limits(shape, scenario, rounds)

@@ -308,9 +308,9 @@ def _reliability(lines: Sequence[Line]) -> str:
     )
     if len(commits) > 1:
         text += ": compare engines within a row, and not two rows of different commits"
-    old = sum(any("limit_runs" not in line for line in row) for row in rows.values())
+    old = sum(any("roofline_shares" not in line for line in row) for row in rows.values())
     if old:
-        text += f". The limits of {old} rows are the medians of their turns, those of newer ones the largest values"
+        text += f". The roofline of {old} rows is that of the largest limits of their rounds"
     checked = [line for line in lines if "agree" in line and line["engine"] == "kvad"]
     agree, count = (sum(line[name] for line in checked) for name in ("agree", "count"))
     return (

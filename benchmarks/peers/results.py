@@ -75,6 +75,7 @@ class Measurement:
     versions: dict[str, str] = field(default_factory=dict)
     output: list[list[int]] | None = None  # tokens of the untimed run
     values: list[float] = field(default_factory=list)  # in the scenario's unit
+    rounds: list[int] = field(default_factory=list)  # of each value
     major_faults: int = 0  # pages that were read from a disk while the time ran
     others_cpu: list[float] = field(default_factory=list)  # fraction of the cores that other processes used
     peak_rss: int = 0  # bytes
@@ -84,9 +85,10 @@ class Measurement:
     def key(self) -> str:
         return f"{self.engine} {self.precision}"
 
-    def add(self, reply: dict[str, Any], scenario: Scenario) -> None:
-        """Add one timed run."""
+    def add(self, reply: dict[str, Any], scenario: Scenario, number: int = 0) -> None:
+        """Add one timed run of a round."""
         seconds = reply["seconds"]
+        self.rounds.append(number)
         tokens = reply["tokens"] if scenario.kind == "decode" else scenario.work
         self.values.append(seconds if scenario.unit == "seconds" else tokens / seconds)
         self.major_faults += reply["major_faults"]
@@ -101,17 +103,22 @@ class Measurement:
 def result_line(
     shape: Shape, scenario: Scenario, measurement: Measurement, limits: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the JSON line of a measurement; ``limits`` are bytes and operations per second, whose largest count.
+    """Return the JSON line of a measurement.
 
-    The machine's rates vary for seconds to minutes, and a rate that was reached once is a lower bound of the limit.
+    ``limits`` are bytes and operations per second, measured before each round and after the last one. A value is
+    compared with the larger ones around its round: the rates vary for seconds to minutes, and a rate that was reached
+    is a lower bound of the limit.
     """
-    values = measurement.values
-    median = statistics.median(values)
+    values, is_time = measurement.values, scenario.unit == "seconds"
     cost = cost_of(shape, scenario, measurement.precision)
-    read, multiply = (max(each) for each in zip(*limits, strict=True))
-    least = cost.seconds(read, multiply)
-    roofline = least if scenario.unit == "seconds" else scenario.work / least
-    share = roofline / median if scenario.unit == "seconds" else median / roofline
+    around = [[max(pair) for pair in zip(*limits[number : number + 2], strict=True)] for number in measurement.rounds]
+    least = [cost.seconds(read, multiply) for read, multiply in around]
+    rooflines = least if is_time else [scenario.work / seconds for seconds in least]
+    shares = [
+        roofline / value if is_time else value / roofline for value, roofline in zip(values, rooflines, strict=True)
+    ]
+    median, roofline, share = map(statistics.median, (values, rooflines, shares))
+    reads, products = zip(*around, strict=True)
     return {
         "bench": "peers",
         "shape": shape.name,
@@ -126,9 +133,9 @@ def result_line(
         "values": [float(f"{value:.5g}") for value in values],
         "roofline": float(f"{roofline:.5g}"),
         "of_roofline": round(share, 3),
-        "read_gb_per_second": round(read / 1e9, 2),
-        "gflop_per_second": round(multiply / 1e9, 1),
-        "limit_runs": len(limits),
+        "roofline_shares": [round(each, 3) for each in shares],
+        "read_gb_per_second": round(statistics.median(reads) / 1e9, 2),
+        "gflop_per_second": round(statistics.median(products) / 1e9, 1),
         "major_faults": measurement.major_faults,
         "others_cpu": round(statistics.median(measurement.others_cpu or [0.0]), 3),
         "peak_rss": measurement.peak_rss,

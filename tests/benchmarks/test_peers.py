@@ -247,13 +247,13 @@ def test_the_time_limit_begins_after_untimed_runs_and_the_comparison(settings, m
     assert [len(each["values"]) for each in lines] == [5, 5]
 
 
-def test_limits_are_the_largest_of_all_rounds_and_products_of_the_run(settings, monkeypatch):
-    values = iter([(30e9, 400e9), (40e9, 300e9), (20e9, 350e9), (10e9, 100e9)])
+def test_a_turn_is_compared_with_the_limits_around_it_and_products_of_the_run(settings, monkeypatch):
+    values = iter([(30e9, 400e9), (40e9, 300e9), (20e9, 350e9), (10e9, 100e9), (15e9, 100e9), (50e9, 500e9)])
     monkeypatch.setattr(Driver, "_limits", lambda *_: next(values))
     selection = select("12m", ("decode-128", "decode-2k"), ("bfloat16",))
-    lines = list(Driver(replace(settings, selections=(selection,), engines=("kvad",), repeats=1)).run())
-    found = [[each[name] for name in ("read_gb_per_second", "gflop_per_second", "limit_runs")] for each in lines]
-    assert found == [[40, 400, 2], [20, 400, 2]]
+    lines = list(Driver(replace(settings, selections=(selection,), engines=("kvad",), repeats=2)).run())
+    found = [[each[name] for name in ("read_gb_per_second", "gflop_per_second")] for each in lines]
+    assert found == [[40, 400], [(15 + 50) / 2, (400 + 500) / 2]]
 
 
 def test_scenarios_that_a_file_completes_at_this_commit_are_skipped(settings, monkeypatch, capsys):
@@ -335,13 +335,17 @@ def test_processor_time_of_others_is_measured(settings, monkeypatch, is_disturbe
 
 def test_a_result_line_has_the_median_the_extremes_and_the_share_of_the_roofline():
     shape, scenario = SHAPES["135m"], SCENARIOS["decode-128"]
-    measured = Measurement("kvad", "bfloat16", values=[90.0, 110.0, 100.0])
-    result = result_line(shape, scenario, measured, [(20e9, 390e9), (30e9, 390e9), (40e9, 390e9)])
+    measured = Measurement("kvad", "bfloat16", values=[90.0, 110.0, 100.0], rounds=[0, 1, 2])
+    limits = [(20e9, 390e9), (30e9, 390e9), (80e9, 390e9), (60e9, 390e9)]
+    result = result_line(shape, scenario, measured, limits)
     assert (result["median"], result["min"], result["max"]) == (100, 90, 110)
-    least = cost_of(shape, scenario, "bfloat16").bytes / 40e9  # the largest of the limits
+    least = cost_of(shape, scenario, "bfloat16").bytes / 80e9  # of two of three turns
     assert result["roofline"] == pytest.approx(64 / least, rel=1e-4)
-    assert result["of_roofline"] == pytest.approx(100 * least / 64, abs=1e-3)
-    seconds = result_line(shape, SCENARIOS["load"], Measurement("kvad", "bfloat16", values=[2.0]), [(30e9, 390e9)])
+    assert result["of_roofline"] == pytest.approx(110 * least / 64, abs=1e-3)
+    assert result["roofline_shares"] == pytest.approx([240 * least / 64, 110 * least / 64, 100 * least / 64], abs=1e-3)
+    seconds = result_line(
+        shape, SCENARIOS["load"], Measurement("kvad", "bfloat16", values=[2.0], rounds=[0]), [(30e9, 390e9)] * 2
+    )
     assert seconds["of_roofline"] == pytest.approx(shape.token_bytes("bfloat16") / 30e9 / 2, abs=1e-3)
 
 
