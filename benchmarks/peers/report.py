@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,15 @@ def latest(lines: Sequence[Line]) -> Lines:
 
 
 def ratio(kvad: Line, peer: Line) -> float:
-    """Return kvad's speed relative to a peer's; above 1 kvad is faster."""
-    quotient = kvad["median"] / peer["median"]
+    """Return kvad's speed relative to a peer's; above 1 kvad is faster.
+
+    It is the median of the rounds' ratios, because the machine's speed changes between rounds; the ratio of the medians
+    if they are of different runs, or one failed in a round.
+    """
+    own, other = kvad["values"], peer["values"]
+    if len(own) != len(other) or kvad["date"] != peer["date"]:
+        own, other = [kvad["median"]], [peer["median"]]
+    quotient = statistics.median(a / b for a, b in zip(own, other, strict=True))
     return float(1 / quotient if kvad["unit"] == "seconds" else quotient)
 
 
@@ -287,8 +295,9 @@ def _measurement(lines: Sequence[Line], sources: str) -> str:
     reads, products = ([line[name] for line in lines] for name in ("read_gb_per_second", "gflop_per_second"))
     return (
         f"Written by `python -m benchmarks.peers docs` from {sources}. Medians of the turns; ± is the larger distance "
-        f"to an extreme, given with {MIN_TURNS_OF_SPREAD} turns or more. Machine: {'; '.join(machines)}. Versions: "
-        f"{', '.join(sorted(versions))}. Measured by turns too: reading {min(reads):.0f} to {max(reads):.0f} GB/s "
+        f"to an extreme, given with {MIN_TURNS_OF_SPREAD} turns or more. Ratios are medians of those of the rounds. "
+        f"Machine: {'; '.join(machines)}. Versions: {', '.join(sorted(versions))}. "
+        f"Measured by turns too: reading {min(reads):.0f} to {max(reads):.0f} GB/s "
         f"(of the bytes of one step: a small model is read from the processor's cache), products "
         f"{min(products):,.0f} to {max(products):,.0f} Gflop/s."
     )

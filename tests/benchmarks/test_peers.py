@@ -75,7 +75,7 @@ def line(engine, median, scenario="decode-128", precision="bfloat16", shape="135
         "median": median, "min": 0.9 * median, "max": 1.2 * median, "values": [median] * 5, "roofline": 200.0,
         "of_roofline": median / 200, "read_gb_per_second": 30.0, "gflop_per_second": 390.0, "peak_rss": 1,
         "others_cpu": 0.02, "versions": {engine: "1"}, "machine": "a machine",
-        "commit": "abc", "agree": 64, "count": 65, "gap": 0.01, **more,
+        "commit": "abc", "date": "2026-01-01T00:00Z", "agree": 64, "count": 65, "gap": 0.01, **more,
     }  # fmt: skip
 
 
@@ -364,6 +364,15 @@ def test_table_has_ratios_of_which_more_is_always_faster():
     text = report.table(lines)
     assert "1.20x" in text and "2%" in text and "1.50x" in text and "64/65, gap 0.010" in text
     assert report.table([*lines, line("llama.cpp", 60.0)]).count("2.00x") == 1  # a later line replaces an earlier one
+
+
+def test_a_ratio_is_the_median_of_those_of_the_rounds():
+    own, other = line("kvad", 30.0, values=[20.0, 30.0, 90.0]), line("llama.cpp", 60.0, values=[10.0, 60.0, 60.0])
+    assert report.ratio(own, other) == 1.5
+    assert report.ratio(own, {**other, "date": "2026-01-02T00:00Z"}) == 0.5  # another run: of the medians
+    assert report.ratio(own, {**other, "values": [10.0, 60.0]}) == 0.5
+    own, other = ({**each, "unit": "seconds"} for each in (own, other))
+    assert report.ratio(own, other) == pytest.approx(1 / 1.5)
 
 
 @pytest.mark.parametrize(("kvad", "reached"), [(120.0, "yes"), (119.0, "no")])
