@@ -85,8 +85,8 @@ class Measurement:
     def key(self) -> str:
         return f"{self.engine} {self.precision}"
 
-    def add(self, reply: dict[str, Any], scenario: Scenario, number: int = 0) -> None:
-        """Add one timed run of a round."""
+    def add(self, reply: dict[str, Any], scenario: Scenario, number: int) -> None:
+        """Add one timed run of the round ``number``."""
         seconds = reply["seconds"]
         self.rounds.append(number)
         tokens = reply["tokens"] if scenario.kind == "decode" else scenario.work
