@@ -795,7 +795,10 @@ def test_a_query_has_the_same_attention_among_others(
 @pytest.mark.parametrize("damaged", [slice(0, 256), slice(256, 512), slice(300, 301)], ids=["first", "second", "one"])
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_damage_that_is_seen_is_not_left_out(variant: str, format_name: str, damaged: slice, part: str) -> None:
-    """A chunk in which every key is NaN has no largest logit; its query must not have the values of the others."""
+    """A chunk in which every key is NaN has no largest logit; its query must not have the values of the others.
+
+    Nor may it have numbers if the values, or the scales of them, are NaN.
+    """
     case = Case(variant, 2, FLOAT if format_name == "float32" else BFLOAT, torch.Generator().manual_seed(0))
     length, block_size, dim = 600, 16, 64
     slot_positions = torch.arange(-(-length // block_size) * block_size)
