@@ -43,7 +43,7 @@ class Scenario:
     @property
     def steps(self) -> int:
         """Steps of the model, at least."""
-        return max(1, self.new) if self.kind != "mixed" else self.new + 1
+        return max(1, self.new)
 
     @property
     def unit(self) -> str:
@@ -174,10 +174,17 @@ class Cost:
 
     bytes: float
     flops: float  # of products whose rows are many enough to be limited by the processor
+    prompt_flops: float = 0.0  # the part of ``flops`` that is done before the last row has its first token
+    last_row_bytes: float = 0.0  # the part of ``bytes`` that is read after it
 
     def seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
-        """Return the least time, if reading and computing overlap perfectly."""
-        return max(self.bytes / bytes_per_second, self.flops / flops_per_second)
+        """Return the least time, if all reading and computing overlap that can.
+
+        No order of the work avoids the sum: the row whose prompt is computed last has all its other tokens to decode
+        when every prompt is done.
+        """
+        last = self.prompt_flops / flops_per_second + self.last_row_bytes / bytes_per_second
+        return max(self.bytes / bytes_per_second, self.flops / flops_per_second, last)
 
 
 def cost_of(shape: Shape, scenario: Scenario, precision: str) -> Cost:
@@ -188,7 +195,7 @@ def cost_of(shape: Shape, scenario: Scenario, precision: str) -> Cost:
         return _translate_cost(shape, scenario, precision)
     if scenario.kind == "load":
         return Cost(shape.token_bytes(precision, math.inf), 0.0)
-    read = flops = 0.0
+    read = flops = prompt_flops = last_row_bytes = 0.0
     if scenario.kind != "decode":  # a prompt's tokens attend to half of it on average
         for length in scenario.lengths:
             new = length - scenario.cached
@@ -196,12 +203,18 @@ def cost_of(shape: Shape, scenario: Scenario, precision: str) -> Cost:
             read += per_token * scenario.cached
         read += shape.token_bytes(precision, sum(scenario.lengths) - len(scenario.lengths) * scenario.cached)
     if scenario.kind in ("decode", "mixed"):
+        steps = scenario.new
+        if scenario.kind == "mixed":  # the prompts' step has the first tokens
+            steps -= 1
+            prompt_flops = flops
+            context = min(scenario.lengths) + scenario.new / 2
+            last_row_bytes = steps * (shape.token_bytes(precision) + per_token * context)
         for length in scenario.lengths:
             context = length + scenario.new / 2
-            flops += scenario.new * (shape.token_flops(context) + head)
-            read += scenario.new * per_token * context
-        read += scenario.new * shape.token_bytes(precision, scenario.rows)
-    return Cost(read, flops)
+            flops += steps * (shape.token_flops(context) + head)
+            read += steps * per_token * context
+        read += steps * shape.token_bytes(precision, scenario.rows)
+    return Cost(read, flops, prompt_flops, last_row_bytes)
 
 
 def _translate_cost(shape: Shape, scenario: Scenario, precision: str) -> Cost:

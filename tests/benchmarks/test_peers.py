@@ -116,6 +116,23 @@ def test_a_cached_prefix_is_read_and_not_computed():
     assert hit.bytes - miss.bytes == 1920 * shape.cache_bytes("bfloat16")
 
 
+def test_the_last_prompt_of_mixed_rows_is_computed_before_its_row_decodes():
+    shape, scenario = SHAPES["135m"], replace(SCENARIOS["mixed-8"], lengths=(64, 16, 48))
+    cost = cost_of(shape, scenario, "bfloat16")
+    prompts = [
+        cost_of(shape, replace(SCENARIOS["prefill-512"], lengths=(n,)), "bfloat16").flops for n in scenario.lengths
+    ]
+    alone = cost_of(shape, replace(SCENARIOS["decode-128"], lengths=(16,), new=31), "bfloat16").bytes
+    alone += 31 * shape.cache_bytes("bfloat16") / 2  # of the mean context
+    assert (cost.prompt_flops, cost.last_row_bytes) == pytest.approx((sum(prompts), alone))
+    read, products = cost.bytes, cost.flops  # per second: reading and computing everything takes a second each
+    assert cost.seconds(read, products) == pytest.approx(sum(prompts) / products + alone / read)
+    assert cost.seconds(read, products) > 1
+    assert cost.seconds(read / 100, products) == pytest.approx(100)
+    assert cost.seconds(read, products / 100) == pytest.approx(100)
+    assert cost_of(shape, SCENARIOS["rows-8"], "bfloat16").prompt_flops == 0
+
+
 def test_an_8_bit_cache_halves_what_a_long_context_costs():
     costs = [cost_of(SHAPES["135m"], SCENARIOS["decode-16k"], name).bytes for name in ("bfloat16", "int8-cache")]
     assert costs[1] < 0.75 * costs[0]
