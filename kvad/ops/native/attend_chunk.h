@@ -334,6 +334,23 @@ inline void store_line(F sums, float* out) {
 // 256 times the sums of high bytes, plus those of low ones.
 inline F join_bytes(__m512i high, __m512i low) { return (F)_mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 
+// Each quarter of a line holds the words of four rows at the same place.
+inline void interleave_words(__m512i (&rows)[4]) {
+  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpackhi_epi32(rows[0], rows[1]);
+  const __m512i c = _mm512_unpacklo_epi32(rows[2], rows[3]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  rows[0] = _mm512_unpacklo_epi64(a, c), rows[1] = _mm512_unpackhi_epi64(a, c);
+  rows[2] = _mm512_unpacklo_epi64(b, d), rows[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// Quarter i of the result is the sum of the quarters of line i.
+inline __m512i add_quarters(const __m512i (&lines)[4]) {
+  const auto add = [](__m512i a, __m512i b) {  // a0 + a2, a1 + a3, b0 + b2, b1 + b3
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
+  };
+  const __m512i a = add(lines[0], lines[1]), b = add(lines[2], lines[3]);
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+
 // Few queries multiply int8 or int4 keys and values as bytes, where they are stored. The words of queries and weights are
 // 256 times a signed byte plus an unsigned one; the sums of both are exact, and so equal those of Words.
 template <int M> struct ByteQueries {
@@ -366,43 +383,78 @@ template <int M> struct ByteQueries {
 
   template <int FORMAT> static constexpr int bytes(int n) { return FORMAT == STORE_INT8 ? n : n / 2; }
 
+  // Words of queries as signed bytes: 256 times the high one, and the low one. A line has four bytes of each quarter of LINE
+  // dims, four times, as ``interleave_words`` arranges four keys; four lines have all of them.
+  struct QueryBytes {
+    alignas(64) int8_t high[512 / LINE * 4][M][LINE], low[512 / LINE * 4][M][LINE];
+    int32_t raised[M];  // what the keys add that are raised by 128, so that they are unsigned
+    QueryBytes(const uint16_t* words, int dim) {
+      const auto high_byte = [](__m512i x) { return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8); };
+      for (int i = 0; i < M; i++, words += dim) {
+        int32_t total = 0;
+        for (int d = 0; d < dim; d += LINE) {
+          const __m512i a = _mm512_loadu_si512(words + d), b = _mm512_loadu_si512(words + d + 32);
+          put(high_byte(a), high_byte(b), high + d / 16, i), put(a, b, low + d / 16, i);
+        }
+        for (int d = 0; d < dim; d++) total += int16_t(words[d]);
+        raised[i] = 128 * total;
+      }
+    }
+    static void put(__m512i a, __m512i b, int8_t (*to)[M][LINE], int i) {
+      const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
+      _mm512_store_si512(to[0][i], _mm512_shuffle_epi32(x, _MM_PERM_AAAA));
+      _mm512_store_si512(to[1][i], _mm512_shuffle_epi32(x, _MM_PERM_BBBB));
+      _mm512_store_si512(to[2][i], _mm512_shuffle_epi32(x, _MM_PERM_CCCC));
+      _mm512_store_si512(to[3][i], _mm512_shuffle_epi32(x, _MM_PERM_DDDD));
+    }
+  };
+
+  // Sums of every four slots of a tile: what each quarter of their keys adds to each of the four.
+  template <int FORMAT>
+  __attribute__((always_inline)) static void multiply_tile(const char* tile, int dim, const QueryBytes& q,
+                                                           __m512i (&sums)[M][4]) {
+#pragma GCC unroll 4
+    for (int four = 0; four < 4; four++) {
+      __m512i high[M], low[M];
+      for (int i = 0; i < M; i++) high[i] = low[i] = _mm512_setzero_si512();
+      for (int d = 0; d < dim; d += LINE) {
+        __m512i words[4];
+        for (int i = 0; i < 4; i++) words[i] = load_bytes<FORMAT>(tile + bytes<FORMAT>((4 * four + i) * dim + d));
+        interleave_words(words);
+#pragma GCC unroll 4
+        for (int word = 0; word < 4; word++) {
+          const __m512i u = FORMAT == STORE_INT8 ? _mm512_xor_si512(words[word], _mm512_set1_epi8(-128)) : words[word];
+#pragma GCC unroll 12
+          for (int i = 0; i < M; i++) {
+            high[i] = _mm512_dpbusd_epi32(high[i], u, _mm512_load_si512(q.high[d / 16 + word][i]));
+            low[i] = _mm512_dpbusd_epi32(low[i], u, _mm512_load_si512(q.low[d / 16 + word][i]));
+          }
+        }
+      }
+      for (int i = 0; i < M; i++) sums[i][four] = (__m512i)join_bytes(high[i], low[i]);
+    }
+  }
+
   template <int FORMAT>
   static void logits(const Op& op, const Group& group, int64_t kv, Chunk<Words>& chunk, const Queries& queries,
                      float* out) {
     const int dim = op.head_dim;
-    const Bytes q(static_cast<const uint16_t*>(queries.vectors), dim, dim);
+    const QueryBytes q(static_cast<const uint16_t*>(queries.vectors), dim);
     const int64_t keys = kv * op.keys->blocks * group.block_size;
-    __m512i raised[M];  // what the keys add that are raised by 128, so that they are unsigned
-    for (int i = 0; i < M; i++) {
-      int32_t total = 0;
-      for (int d = 0; d < dim; d++) total += q.high[i * dim + d];
-      raised[i] = _mm512_set1_epi32(FORMAT == STORE_INT8 ? 128 * total : 0);
-    }
     const Logits<Words> logits(op, group, chunk, queries, M, out);
     const ReadAhead<Words> ahead(op, group, kv, chunk);
     for (int at = 0; at < chunk.count; at += LANES) {
       const char* tile = static_cast<const char*>(op.keys->data) + (keys + chunk.slot[at]) * bytes<FORMAT>(dim);
       ahead.with_keys(at, LANES);
-      __m512i high[M], low[M];
-      for (int i = 0; i < M; i++) high[i] = low[i] = _mm512_setzero_si512();
-      for (int d = 0; d < dim; d += LINE) {
-        __m512i words[LANES];
-        for (int i = 0; i < LANES; i++) words[i] = load_bytes<FORMAT>(tile + bytes<FORMAT>(i * dim + d));
-        transpose(words);
-#pragma GCC unroll 16
-        for (int word = 0; word < LANES; word++) {
-          const __m512i w = words[word], u = FORMAT == STORE_INT8 ? _mm512_xor_si512(w, _mm512_set1_epi8(-128)) : w;
-#pragma GCC unroll 12
-          for (int i = 0; i < M; i++) {
-            high[i] = (__m512i)dot_bytes((VI)high[i], (VI)u, q.high + i * dim + d + 4 * word);
-            low[i] = _mm512_dpbusd_epi32(low[i], four(q.low + i * dim + d + 4 * word), w);
-          }
-        }
-      }
+      __m512i sums[M][4];
+      if (dim == LINE) multiply_tile<FORMAT>(tile, LINE, q, sums);  // without a loop
+      else multiply_tile<FORMAT>(tile, dim, q, sums);
       read_scales(op, group, kv, chunk, at);
       const bool all_seen = logits.all_seen(at);
-      for (int i = 0; i < M; i++)
-        logits.put(join_bytes(_mm512_sub_epi32(high[i], raised[i]), low[i]), at, i, all_seen);
+      for (int i = 0; i < M; i++) {
+        const __m512i raised = _mm512_set1_epi32(FORMAT == STORE_INT8 ? q.raised[i] : 0);
+        logits.put((F)_mm512_sub_epi32(add_quarters(sums[i]), raised), at, i, all_seen);
+      }
     }
   }
 
