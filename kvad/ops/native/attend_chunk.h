@@ -352,7 +352,7 @@ inline __m512i add_quarters(const __m512i (&lines)[4]) {
 }
 
 // Few queries multiply int8 or int4 keys and values as bytes, where they are stored. The words of queries and weights are
-// 256 times a signed byte plus an unsigned one; the sums of both are exact, and so equal those of Words.
+// two bytes each; the sums of both are exact, and so equal those of Words.
 template <int M> struct ByteQueries {
   static constexpr int LINE = 64;  // numbers that are loaded at a time
 
@@ -360,18 +360,15 @@ template <int M> struct ByteQueries {
     return op.head_dim % LINE == 0 && op.value_dim % LINE == 0 && group.block_size % LANES == 0;
   }
 
-  struct Bytes {  // of words [M, n]
-    alignas(64) int8_t high[M * 512];
-    alignas(64) uint8_t low[M * 512];
-    Bytes(const uint16_t* words, int64_t stride, int n) {  // n: a multiple of 32
-      for (int i = 0; i < M; i++)
-        for (int j = 0; j < n; j += 32) {
-          const __m512i x = _mm512_loadu_si512(words + i * stride + j);
-          const auto put = [&](void* bytes, __m512i words) {
-            _mm256_store_si256(static_cast<__m256i*>(bytes), _mm512_cvtepi16_epi8(words));
-          };
-          put(high + i * n + j, _mm512_srai_epi16(x, 8)), put(low + i * n + j, x);
-        }
+  struct WeightBytes {  // words [M, CHUNK] are 256 times a signed byte plus an unsigned one
+    alignas(64) int8_t high[M * CHUNK];
+    alignas(64) uint8_t low[M * CHUNK];
+    WeightBytes(const uint16_t* words) {
+      for (int i = 0; i < M * CHUNK; i += 32) {
+        const __m512i x = _mm512_loadu_si512(words + i);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(high + i), _mm512_cvtepi16_epi8(_mm512_srai_epi16(x, 8)));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(low + i), _mm512_cvtepi16_epi8(x));
+      }
     }
   };
 
@@ -383,8 +380,8 @@ template <int M> struct ByteQueries {
 
   template <int FORMAT> static constexpr int bytes(int n) { return FORMAT == STORE_INT8 ? n : n / 2; }
 
-  // Words of queries as signed bytes: 256 times the high one, and the low one. A line has four bytes of each quarter of LINE
-  // dims, four times, as ``interleave_words`` arranges four keys; four lines have all of them.
+  // Words of queries are 256 times a signed byte plus another. A line has four bytes of each quarter of LINE dims, four
+  // times, as ``interleave_words`` arranges four keys; four lines have all of them.
   struct QueryBytes {
     alignas(64) int8_t high[512 / LINE * 4][M][LINE], low[512 / LINE * 4][M][LINE];
     int32_t raised[M];  // what the keys add that are raised by 128, so that they are unsigned
@@ -459,8 +456,8 @@ template <int M> struct ByteQueries {
   }
 
   template <int FORMAT, int FIRST>
-  static void add_values(const Op& op, const Group& group, int64_t kv, const Chunk<Words>& chunk, int d, const Bytes& p,
-                         float* out) {
+  static void add_values(const Op& op, const Group& group, int64_t kv, const Chunk<Words>& chunk, int d,
+                         const WeightBytes& p, float* out) {
     constexpr int LINES = M <= 3 ? 4 : M <= 6 ? 2 : 1;  // sums that the registers hold
     const int64_t values = kv * op.values->blocks * group.block_size, slot = bytes<FORMAT>(op.value_dim);
     const ReadAhead<Words> ahead(op, group, kv, chunk);
@@ -493,7 +490,7 @@ template <int M> struct ByteQueries {
   template <int FORMAT>
   static void values(const Op& op, const Group& group, int64_t kv, const Chunk<Words>& chunk, const uint16_t* weights,
                      float* out) {
-    const Bytes p(weights, CHUNK, CHUNK);  // not negative
+    const WeightBytes p(weights);  // not negative
     for (int d = 0; d < op.value_dim; d += LINE) add_values<FORMAT, 0>(op, group, kv, chunk, d, p, out);
   }
 };
