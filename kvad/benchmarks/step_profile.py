@@ -8,6 +8,7 @@ this process reads as many bytes.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections import defaultdict
@@ -16,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -171,7 +171,7 @@ class _Run:
             if runner.program is None:
                 clock: Any = stack.enter_context(_module_clock(engine))
             else:
-                clock = runner.op_seconds = np.zeros(len(runner.program.parts) + 1)
+                clock = runner.op_seconds = (ctypes.c_double * (len(runner.program.parts) + 1))()
                 stack.callback(setattr, runner, "op_seconds", None)
             engine.times, inputs = StepTimes(), runner.input_seconds
             start = time.perf_counter()
@@ -195,7 +195,7 @@ class _Run:
         if program is None:
             parts.update(clock)
         else:
-            for name, seconds in zip([*program.parts, "waiting for other threads"], clock.tolist(), strict=True):
+            for name, seconds in zip([*program.parts, "waiting for other threads"], clock[:], strict=True):
                 parts[name] += seconds
         in_model = sum(parts.values())
         parts["inputs and block tables"] = inputs

@@ -880,11 +880,18 @@ ENGINE_MUTATIONS = (
     Mutation(
         "seed-not-mixed-with-the-sample",
         SAMPLER,
-        "position >> WORD, sample, np.zeros_like(sample)",
-        "position >> WORD, np.zeros_like(sample), np.zeros_like(sample)",
+        "position >> 32, sample, 0 * sample",
+        "position >> 32, 0 * sample, 0 * sample",
         ("tests/engine/execution/test_philox.py",),
     ),
-    Mutation("one-philox-round-less", SAMPLER, "ROUNDS = 10", "ROUNDS = 9", ("tests/engine/execution/test_philox.py",)),
+    Mutation("one-philox-round-less", SAMPLER, "range(10)", "range(9)", ("tests/engine/execution/test_philox.py",)),
+    Mutation(
+        "padding-drawn-from-finite-logits",
+        SAMPLER,
+        "_select(logits, [rows[i] for i in drawn])[:, :num_tokens]",
+        "_select(logits, [rows[i] for i in drawn])",
+        T_SAMPLER,
+    ),
     Mutation(
         "random-numbers-of-a-constant-position",
         SAMPLER,

@@ -15,6 +15,7 @@ A ModelInput of ``InputBuffers.fill`` is valid until the next one.
 from __future__ import annotations
 
 import array
+import ctypes
 import itertools
 import logging
 import math
@@ -22,9 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvad import model as model_lib
@@ -318,7 +317,7 @@ class ModelRunner:
         self._started: tuple[SchedulerOutput, Tensor] | None = None  # a step and its logits
         self.input_seconds = 0.0
         self.hidden: Tensor | None = None
-        self.op_seconds: NDArray[np.float64] | None = None
+        self.op_seconds: ctypes.Array[ctypes.c_double] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""

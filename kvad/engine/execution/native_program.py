@@ -837,7 +837,7 @@ class NativeProgram:
     def run(
         self,
         model_input: ModelInput,
-        seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None,
+        seconds: ctypes.Array[ctypes.c_double] | None = None,
         adapters: model_lib.lora.SelectedAdapters | None = None,
         hidden_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -873,11 +873,11 @@ class NativeProgram:
         self,
         step: native.StepInput,
         width: int,
-        seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None,
+        seconds: ctypes.Array[ctypes.c_double] | None = None,
         adapters: model_lib.lora.SelectedAdapters | None = None,
     ) -> Tensor:
         out = torch.empty(step.num_logits, width, dtype=torch.float32)
-        step.logits, step.seconds = out.data_ptr(), None if seconds is None else seconds.ctypes.data
+        step.logits, step.seconds = out.data_ptr(), None if seconds is None else ctypes.addressof(seconds)
         numbers = None if adapters is None else adapters.numbers  # until the step has run
         step.adapters = None if numbers is None else numbers.ctypes.data
         self._program.threads = torch.get_num_threads()

@@ -36,12 +36,8 @@ from kvad.engine.scheduling import (
 )
 from kvad.errors import KvadError
 
-ROUNDS = 10
-MULTIPLIERS = np.array([[0xCD9E8D57], [0xD2511F53]], dtype=np.uint64)  # of words 2 and 0
-# Added to the key in each round [rounds, 2, 1].
-KEY_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
-LOW = np.uint64(0xFFFFFFFF)
-WORD = np.uint64(32)
+LOW = 0xFFFFFFFF  # 32 bits
+FEW = 8  # random numbers that are computed one by one: Python's integers are faster than arrays
 MAX_PART = 1 << 21  # logits that are sampled at a time on a CPU
 LOWEST = torch.finfo(torch.float32).min
 SPAN = 64  # tokens that ``top_k`` compares by their maximum
@@ -51,24 +47,30 @@ STEP = 16  # the number of candidates is a multiple of it: whole vectors, so tha
 
 HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no power is 0
 
-Words = npt.NDArray[np.uint64]
 
-
-def philox(counter: Words, key: Words) -> Words:
-    """Counter [4, N] and key [2, N] of 32-bit words -> [4, N] random 32-bit words."""
-    even, odd = counter[::2], counter[1::2]  # words 0 and 2, words 1 and 3
-    for round_key in (key + KEY_STEPS) & LOW:
-        products = MULTIPLIERS * even[::-1]
-        even, odd = (products >> WORD) ^ odd ^ round_key, products & LOW
-    return np.array((even[0], odd[0], even[1], odd[1]))
+def philox(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """Four words of a counter and two of a key -> four random words, of 32 bits: integers, or arrays of uint64."""
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        even, odd = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = odd >> 32 ^ b ^ first, odd & LOW, even >> 32 ^ d ^ second, even & LOW
+        first, second = first + 0x9E3779B9 & LOW, second + 0xBB67AE85 & LOW
+    return a, b, c, d
 
 
 def uniform(keys: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per (key, sample, position), with 53 random bits."""
-    key, sample, position = (np.array(values, dtype=np.uint64) for values in (keys, samples, positions))
-    counter = np.array((position & LOW, position >> WORD, sample, np.zeros_like(sample)))
-    words = philox(counter, np.array((key & LOW, key >> WORD)))
-    bits = ((words[0] << WORD) | words[1]) >> np.uint64(11)
+
+    def draw(key: Any, sample: Any, position: Any) -> Any:
+        high, low, *_ = philox((position & LOW, position >> 32, sample, 0 * sample), (key & LOW, key >> 32))
+        return (high << 32 | low) >> 11
+
+    columns = keys, samples, positions
+    if len(keys) <= FEW:
+        bits = np.array([draw(*row) for row in zip(*columns, strict=True)], dtype=np.uint64)
+    else:
+        bits = draw(*(np.array(column, dtype=np.uint64) for column in columns))
     fractions: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return fractions
 
@@ -103,6 +105,8 @@ def sample_outputs(
             scored[index] = _score_span(output.scheduled[index], logits[start : stop - num_sampled], num_tokens)
     if best is not None and all(seq.sampling_params.needs_best_only for seq in sequences):
         new_results = [SequenceOutput(best[row]) for row in rows]
+    elif best is not None and all(seq.sampling_params.needs_token_only for seq in sequences):
+        new_results = _draw_from_finite(logits, rows, sequences, num_tokens, best)
     else:
         new_results = _sample_in_parts(logits, rows, sequences, num_tokens)
     if len(rows) > len(sampled):
@@ -176,6 +180,18 @@ def _score_span(scheduled: ScheduledSequence, logits: Tensor, num_tokens: int | 
     targets = scheduled.sequence.token_ids[first : first + len(logits)]
     scores = gather_logprobs(logits, targets, scheduled.sequence.sampling_params.prompt_logprobs or 0, num_tokens)
     return SequenceOutput(error=NONFINITE_ERROR) if scores is None else SequenceOutput(prompt_logprobs=tuple(scores))
+
+
+def _draw_from_finite(
+    logits: Tensor, rows: list[int], sequences: list[TokenSequence], num_tokens: int | None, best: Sequence[int]
+) -> list[SequenceOutput]:
+    """Return only the tokens of rows of finite logits [N, V]: drawn, or the best ones."""
+    tokens = [best[row] for row in rows]
+    drawn = [i for i, seq in enumerate(sequences) if seq.sampling_params.uses_seed]
+    scores = _select(logits, [rows[i] for i in drawn])[:, :num_tokens]
+    for i, token in zip(drawn, _draw_filtered(scores, [sequences[i] for i in drawn]), strict=True):
+        tokens[i] = token
+    return list(map(SequenceOutput, tokens))
 
 
 @torch.inference_mode()
@@ -532,7 +548,7 @@ def _draw_filtered(scores: Tensor, sequences: Sequence[TokenSequence]) -> list[i
     tokens = dict(zip(others, drawn, strict=True))
     if rows:
         seqs = [sequences[i] for i in rows]
-        tokens |= zip(rows, library.draw(_select(scores, rows), np.array(_draw_parameters(seqs))), strict=True)
+        tokens |= zip(rows, library.draw(_select(scores, rows), _draw_parameters(seqs)), strict=True)
     return [max(tokens[i], 0) for i in range(len(sequences))]
 
 

@@ -186,22 +186,22 @@ class Library:
         )
         return totals
 
-    def draw(self, scores: Tensor, parameters: NDArray[np.float64]) -> list[int]:
+    def draw(self, scores: Tensor, parameters: Sequence[tuple[float, ...]]) -> list[int]:
         """Draw a token of each row of scores [N, V], float32; -1 if all of them are -inf.
 
         ``parameters`` [N, 5]: temperature, top-k (0: all), top-p, min-p, number in [0, 1).
         """
-        tokens = np.empty(len(scores), np.int64)
+        numbers = [number for row in parameters for number in row]
+        tokens = (ctypes.c_int64 * len(scores))()
         sizes = (len(scores), scores.stride(0), scores.shape[1])
         self._handle.kvad_draw(
             ctypes.c_void_p(scores.data_ptr()),
             *map(ctypes.c_int64, sizes),
-            parameters.ctypes.data_as(ctypes.c_void_p),
-            tokens.ctypes.data_as(ctypes.c_void_p),
+            (ctypes.c_double * len(numbers))(*numbers),
+            tokens,
             ctypes.c_int64(_num_threads()),
         )
-        drawn: list[int] = tokens.tolist()
-        return drawn
+        return tokens[:]
 
     def pack(self, rows: NDArray[np.uint64], width: int, itemsize: int, out: Tensor) -> None:
         """Pack rows of ``width`` numbers into panels; ``rows`` are addresses, 0: a row of zeros."""

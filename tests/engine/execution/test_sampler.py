@@ -902,6 +902,10 @@ def test_the_kernels_best_token_is_taken_only_if_nothing_else_is_needed(
     if params is GREEDY:
         assert first.token_id == 7 and second.token_id == (7 if is_sampled else None)
         assert second.next_outputs == ()  # the draft is another token
+    elif params.uses_seed:
+        assert (first.token_id, second.token_id) == (7, 3)
+        logits[:, -1] = 9.0
+        assert [each.token_id for each in sample_outputs(output, logits, VOCAB - 1, [7, 7])] == [7, 3]
     else:
         assert first.token_id == second.token_id == 3
     alone = sample_outputs(output._replace(scheduled=spans[:1]), logits[:1], None, [7])
