@@ -334,14 +334,6 @@ inline void store_line(F sums, float* out) {
 // 256 times the sums of high bytes, plus those of low ones.
 inline F join_bytes(__m512i high, __m512i low) { return (F)_mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 
-// Each quarter of a line holds the words of four rows at the same place.
-inline void interleave_words(__m512i (&rows)[4]) {
-  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpackhi_epi32(rows[0], rows[1]);
-  const __m512i c = _mm512_unpacklo_epi32(rows[2], rows[3]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
-  rows[0] = _mm512_unpacklo_epi64(a, c), rows[1] = _mm512_unpackhi_epi64(a, c);
-  rows[2] = _mm512_unpacklo_epi64(b, d), rows[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 // Quarter i of the result is the sum of the quarters of line i.
 inline __m512i add_quarters(const __m512i (&lines)[4]) {
   const auto add = [](__m512i a, __m512i b) {  // a0 + a2, a1 + a3, b0 + b2, b1 + b3
