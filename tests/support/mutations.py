@@ -880,8 +880,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "seed-not-mixed-with-the-sample",
         SAMPLER,
-        "position >> 32, sample, 0 * sample",
-        "position >> 32, 0 * sample, 0 * sample",
+        "position >> 32, sample, 0)",
+        "position >> 32, 0, 0)",
         ("tests/engine/execution/test_philox.py",),
     ),
     Mutation("one-philox-round-less", SAMPLER, "range(10)", "range(9)", ("tests/engine/execution/test_philox.py",)),

@@ -63,7 +63,7 @@ def uniform(keys: Sequence[int], samples: Sequence[int], positions: Sequence[int
     """One number in [0, 1) per (key, sample, position), with 53 random bits."""
 
     def draw(key: Any, sample: Any, position: Any) -> Any:
-        high, low, *_ = philox((position & LOW, position >> 32, sample, 0 * sample), (key & LOW, key >> 32))
+        high, low, *_ = philox((position & LOW, position >> 32, sample, 0), (key & LOW, key >> 32))
         return (high << 32 | low) >> 11
 
     columns = keys, samples, positions
@@ -103,9 +103,7 @@ def sample_outputs(
             sequences += _with_each_draft(seq, drafts)
         if stop - num_sampled > start:
             scored[index] = _score_span(output.scheduled[index], logits[start : stop - num_sampled], num_tokens)
-    if best is not None and all(seq.sampling_params.needs_best_only for seq in sequences):
-        new_results = [SequenceOutput(best[row]) for row in rows]
-    elif best is not None and all(seq.sampling_params.needs_token_only for seq in sequences):
+    if best is not None and all(seq.sampling_params.needs_token_only for seq in sequences):
         new_results = _draw_from_finite(logits, rows, sequences, num_tokens, best)
     else:
         new_results = _sample_in_parts(logits, rows, sequences, num_tokens)
@@ -185,12 +183,13 @@ def _score_span(scheduled: ScheduledSequence, logits: Tensor, num_tokens: int | 
 def _draw_from_finite(
     logits: Tensor, rows: list[int], sequences: list[TokenSequence], num_tokens: int | None, best: Sequence[int]
 ) -> list[SequenceOutput]:
-    """Return only the tokens of rows of finite logits [N, V]: drawn, or the best ones."""
+    """Return the best token of rows of finite logits [N, V], or a drawn one, without log-probabilities."""
     tokens = [best[row] for row in rows]
     drawn = [i for i, seq in enumerate(sequences) if seq.sampling_params.uses_seed]
-    scores = _select(logits, [rows[i] for i in drawn])[:, :num_tokens]
-    for i, token in zip(drawn, _draw_filtered(scores, [sequences[i] for i in drawn]), strict=True):
-        tokens[i] = token
+    if drawn:
+        scores = _select(logits, [rows[i] for i in drawn])[:, :num_tokens]
+        for i, token in zip(drawn, _draw_filtered(scores, [sequences[i] for i in drawn]), strict=True):
+            tokens[i] = token
     return list(map(SequenceOutput, tokens))
 
 
